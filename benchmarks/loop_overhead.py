@@ -156,7 +156,7 @@ def trainer(num_steps: int, own_loader: bool) -> float:
         run.progress._console.quiet = True
         began = time.perf_counter()
         feed = run._feed(0, run.stages[0])
-        run.engine.follow(run._schedule(feed))
+        run.stepper.follow(run._schedule(feed))
         run._train_epoch(feed)
         return us_per_step(time.perf_counter() - began, num_steps)
 

@@ -180,14 +180,14 @@ def whole_steps(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> N
         task.measures_untrained = False
         trainer = Trainer(task, settings, link)
         times: list[float] = []
-        engine_step = trainer.engine.step
+        engine_step = trainer.stepper.step
 
         def stamped(*args: Any, engine_step: Any = engine_step, times: list[float] = times) -> Any:
             done = engine_step(*args)
             times.append(time.perf_counter())
             return done
 
-        trainer.engine.step = stamped  # type: ignore[method-assign]
+        trainer.stepper.step = stamped  # type: ignore[method-assign]
         task.after_stage = lambda model, stage: None  # type: ignore[method-assign]
         trainer.fit()
         gaps = [later - sooner for sooner, later in pairwise(times[1:])]

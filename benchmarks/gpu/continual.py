@@ -57,7 +57,7 @@ def run(method: str, level: int, root: Path, epochs: int, seed: int, backbone: s
     began = time.perf_counter()
     trainer = Trainer(task, settings, link)
     times: list[tuple[int, float]] = []
-    engine_step = trainer.engine.step
+    engine_step = trainer.stepper.step
 
     def stamped(*args: Any) -> Any:
         done = engine_step(*args)
@@ -66,7 +66,7 @@ def run(method: str, level: int, root: Path, epochs: int, seed: int, backbone: s
         times.append((task.stage, time.perf_counter()))
         return done
 
-    trainer.engine.step = stamped  # type: ignore[method-assign]
+    trainer.stepper.step = stamped  # type: ignore[method-assign]
     trainer.fit()
     last = [stamp for stage, stamp in times if stage == len(task.stream.experiences) - 1]
     gaps = [later - sooner for sooner, later in pairwise(last)] or [float("nan")]

@@ -138,7 +138,7 @@ class Bare(Probe):
         """Utterances per second."""
 
     def begin(self, trainer: Trainer, feed: Feed) -> None:
-        engine, device = trainer.engine, trainer.link.device
+        engine, device = trainer.stepper, trainer.link.device
         [grain] = feed.read([(0, 0)])
         batch = Batch(0, 0, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
 
@@ -223,7 +223,7 @@ class Epochs(Probe):
         self._at, self._clock = self._now()
 
     def _replay(self) -> None:
-        engine, device = self._trainer.engine, self._trainer.link.device
+        engine, device = self._trainer.stepper, self._trainer.link.device
         held = sum(_num_bytes(grain.data) for batch in self._batches for grain in batch.grains)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -88,7 +88,7 @@ class Epochs(Probe):
         self._at, self._clock = self._now()
 
     def _replay(self) -> None:
-        engine = self._trainer.engine
+        engine = self._trainer.stepper
         for number in range(ROUNDS + 1):
             began, _ = self._now()
             for batch in self._batches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.train.checkpoint import Checkpointer, collect, newest, restore
+from paceline.train.checkpoint.reader import newest
+from paceline.train.checkpoint.writer import Checkpointer
+from paceline.train.engine import collect, restore
 
 __all__ = ["Checkpointer", "collect", "newest", "restore"]

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from paceline.config.change_points import ChangePoint, parse_all, value_at
 from paceline.config.settings import DataSettings
-from paceline.train.position import FewerSamplesThanRanks, check_batch
+from paceline.train.resume import FewerSamplesThanRanks, check_batch
 from paceline.train.scaling import for_ranks
 
 

@@ -71,7 +71,7 @@ def test_steps_of_an_epoch_are_kept_with_their_phases(monkeypatch: pytest.Monkey
 
 def test_a_follower_hears_of_every_lap_without_gaps() -> None:
     clock, laps = Clock(), []
-    clock.follower = lambda phase, began, ended: laps.append((phase, began, ended))
+    clock.follow(lambda phase, began, ended: laps.append((phase, began, ended)))
     clock.begin_step()
     clock.lap("compute")
     clock.meet()

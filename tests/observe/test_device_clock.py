@@ -156,8 +156,7 @@ def test_what_is_not_done_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None
 def test_ranks_that_meet_between_steps_are_timed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     clock = DeviceClock(machine.event, every=1)
-    clock.meets_on_host = True
-    clock.begin_epoch()
+    clock.begin_epoch(meets_on_host=True)
     for number in range(6):
         clock.begin_step()
         machine.launch(1.0, 5.0)

@@ -226,7 +226,7 @@ def test_a_run_with_larc_shows_its_rates(tmp_path: Path) -> None:
     settings = {"steps": 6, "log_every": 3, "optimizer": "sgd", "lr": 0.5, "momentum": 0.0, "level": 0, "order": "none"}
     settings |= {"global_batch": 8, "workers": 0, "out": tmp_path / "run"}
     trainer = Trainer(SmallTask(), TrainConfig(**settings, larc="clip", larc_eta=0.01), alone(), [watcher])
-    names = [name for name, _ in trainer.engine.model.named_parameters()]
+    names = [name for name, _ in trainer.stepper.model.named_parameters()]
     trainer.fit()
     shown = [record for record in watcher.records if len(record) > 5]
     assert [record["step"] for record in shown] == [2, 5]

@@ -41,7 +41,7 @@ def settings(**values: object) -> OptimSettings:
 
 
 def rates(schedule: str, total: int | None = TOTAL, **values: object) -> Callable[[int], float]:
-    return build(settings(schedule=schedule, **{**NEEDED.get(schedule, {}), **values}), total, scores=[])
+    return build(settings(schedule=schedule, **{**NEEDED.get(schedule, {}), **values}), total, scores=list)
 
 
 def test_every_schedule_of_the_settings_is_known() -> None:
@@ -121,8 +121,8 @@ def test_the_same_after_a_resume(schedule: str) -> None:
     """A schedule built anew, asked for the later steps only, gives what the first one gave there."""
     scores = [3.0, 2.0, 1.999]
     chosen = settings(schedule=schedule, warmup_ratio=0.1, **NEEDED.get(schedule, {}))
-    whole = [build(chosen, TOTAL, scores)(step) for step in range(TOTAL)]
-    resumed = build(chosen, TOTAL, list(scores))
+    whole = [build(chosen, TOTAL, lambda: scores)(step) for step in range(TOTAL)]
+    resumed = build(chosen, TOTAL, lambda: list(scores))
     assert [resumed(step) for step in range(57, TOTAL)] == whole[57:]
 
 
@@ -220,9 +220,9 @@ def test_newbob_decays_when_scores_stop_improving(scores: list[float], expected:
     assert newbob(scores, 1.0, 0.5, 0.01, min_lr=0.2) == expected
 
 
-def test_newbob_follows_the_list_of_scores_as_it_grows() -> None:
+def test_newbob_follows_the_scores_as_they_grow() -> None:
     scores: list[float] = []
-    rate = build(settings(schedule="newbob", decay=0.5, newbob_threshold=0.1, warmup_steps=3), None, scores)
+    rate = build(settings(schedule="newbob", decay=0.5, newbob_threshold=0.1, warmup_steps=3), None, lambda: scores)
     seen = []
     for step, score in enumerate([9.0, 9.0, 9.0, 8.0, 7.9, 7.9, 3.0]):
         seen.append(rate(step))

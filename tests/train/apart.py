@@ -89,12 +89,12 @@ def fit(link: Link, task: dict[str, Any], settings: dict[str, Any]) -> dict[str,
     trainer = Trainer(mine, config(**settings), link)
     result = trainer.fit()
     return {
-        "state": {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()},
+        "state": {name: tensor.clone() for name, tensor in trainer.stepper.model.state_dict().items()},
         "seen": mine.seen,
         "steps": result.num_steps,
         "loss": result.loss,
-        "averages": getattr(trainer.engine.prepared.strategy, "num_averages", 0),
-        "interval": getattr(trainer.engine.prepared.strategy, "interval", 0),
+        "averages": getattr(trainer.stepper.prepared.strategy, "num_averages", 0),
+        "interval": getattr(trainer.stepper.prepared.strategy, "interval", 0),
     }
 
 

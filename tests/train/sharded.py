@@ -94,13 +94,13 @@ def fit(link: Link, settings: dict[str, Any], has_norm: bool = False) -> dict[st
     """Train; what the run came to, and how much of the model and of its state this rank has kept."""
     made = trainer(link, BlocksTask(has_norm), settings)
     result = made.fit()
-    state = made.engine.optimizer.state.values()
-    updated = [tensor for group in made.engine.optimizer.param_groups for tensor in group["params"]]
+    state = made.stepper.optimizer.state.values()
+    updated = [tensor for group in made.stepper.optimizer.param_groups for tensor in group["params"]]
     return {
         "metrics": result.metrics,
-        "scale": made.engine.scale.current(),
+        "scale": made.stepper.scale.current(),
         "weights": sum(tensor.numel() for tensor in updated),
         "storage": sum(tensor.untyped_storage().nbytes() for tensor in updated),
         "moments": sum(entry["exp_avg"].numel() + entry["exp_avg_sq"].numel() for entry in state if "exp_avg" in entry),
-        "parameters": sum(parameter.numel() for parameter in made.engine.model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in made.stepper.model.parameters()),
     }

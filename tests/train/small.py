@@ -106,7 +106,7 @@ def trainer(task: Task, out: Path | None, link: Link | None = None, **settings: 
 
 
 def weights(trained: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in trained.engine.model.state_dict().items()}
+    return {name: tensor.detach().clone() for name, tensor in trained.stepper.model.state_dict().items()}
 
 
 def assert_same(ours: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:

@@ -94,7 +94,7 @@ def test_other_sets_may_be_given(tmp_path: Path) -> None:
     found = apply.evaluate_run(SmallTask(), trained.config, alone(), out, "last", {"new": points(6, seed=9)})
     x, y = points(6, seed=9).tensors
     with torch.no_grad():
-        expected = float((trained.engine.model(x) - y).square().mean())
+        expected = float((trained.stepper.model(x) - y).square().mean())
     assert found.keys() == {"new/loss", "new/far"}
     assert found["new/loss"] == pytest.approx(expected, rel=1e-6)
 
@@ -180,7 +180,7 @@ def test_predictions_are_the_models_own_and_gradients_stay_on(tmp_path: Path) ->
     trained.fit()
     x, _ = points(9, seed=4).tensors
     net = Net()
-    net.load_state_dict(trained.engine.model.state_dict())
+    net.load_state_dict(trained.stepper.model.state_dict())
     found = apply.predict_run(Valued(), trained.config, alone(), out, "last", points(9, seed=4))
     for number, (index, value) in enumerate(found):
         assert torch.is_grad_enabled()
@@ -293,7 +293,7 @@ def test_a_task_reads_what_is_named_and_others_refuse(tmp_path: Path, capsys: py
     found = list(apply.predict_run(task, trained.config, link, out, "last", data))
     x = torch.cat([points(3, seed=9).tensors[0], points(3, seed=7).tensors[0]])
     with torch.no_grad():
-        expected = trained.engine.model(x)
+        expected = trained.stepper.model(x)
     assert [index for index, _ in found] == list(range(6))
     assert torch.allclose(torch.stack([value for _, value in found]), expected, rtol=1e-6)
     with pytest.raises(NoInputs, match="task Valued does not know what to do with a.wav b.wav"):

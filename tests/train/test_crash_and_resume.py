@@ -58,7 +58,7 @@ def train(link: Link, folder: str, settings: dict[str, Any], die_at: Any, die_in
     )
     task = WatchedTask(link, Path(folder).parent, die_at)
     run = trainer.Trainer(task, config, link)
-    task.engine = run.engine
+    task.stepper = run.stepper
     if die_in_save is not None and link.is_first:
         _die_at_sync(die_in_save)
     run.fit()

@@ -15,7 +15,6 @@ from paceline.cli.main import main
 from paceline.core.run_folder import read_record
 from paceline.observe.report.runs import read_run
 from paceline.train.divergence import EpochLosses, LossWatch, judge_skips, judge_weights
-from paceline.train.position import Position
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.small import SmallTask, trainer
@@ -26,10 +25,9 @@ DIGITS = ["train", "digits", "--device", "cpu", "--threads", "1", "--workers", "
 
 
 def verdict(losses: list[float], *, is_over: bool = False, max_ratio: float | None = 1e4, began: int = 0) -> str | None:
-    position = Position(num_steps=len(losses), stage_began=began)
-    watch = LossWatch(max_ratio, position)
-    watch.note(enumerate(losses))
-    return watch.verdict(is_over=is_over)
+    watch = LossWatch(max_ratio)
+    watch.note(enumerate(losses), began)
+    return watch.verdict(len(losses), is_over=is_over)
 
 
 def test_a_loss_that_stays_huge_is_a_verdict() -> None:

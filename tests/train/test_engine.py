@@ -16,11 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Gathered, PacelineError
+from paceline.checkpoints import Checkpointer, collect, newest, restore
 from paceline.core.keys import key
 from paceline.data.grain import Batch, Grain
-from paceline.train.checkpoint import reader as restore
-from paceline.train.checkpoint import state
-from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.loss import LossContract, NoGradients, NonFiniteLoss, OutOfMemory, TooManySkipped
 from paceline.world.discover.environment import discover
@@ -271,13 +269,13 @@ def resumed_loop(link: Link, folder: str, stop_after: int | None) -> list[torch.
     if stop_after is not None:
         if link.is_first:
             keeper = Checkpointer(Path(folder))
-            keeper.save(engine.num_steps, *state.collect(engine))
+            keeper.save(engine.num_steps, *collect(engine))
             keeper.close()
         link.barrier()
         engine = build()
-        found = restore.newest(Path(folder)).checkpoint
+        found = newest(Path(folder)).checkpoint
         assert found is not None
-        state.restore(engine, found.parts, found.state)
+        restore(engine, found.parts, found.state)
         list(run(engine, None))
     assert engine.num_steps == 2 * STEPS
     assert engine.prepared.average is not None

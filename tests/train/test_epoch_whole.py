@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.contents import RunState
 from paceline.train.loss import TooManySkipped
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
@@ -71,7 +73,7 @@ def test_an_epoch_whose_end_was_saved_is_written_once(tmp_path: Path, capsys: py
     first = trainer(SmallTask(), tmp_path / "run", epochs=2, save_every_steps=3, keep_best=0)
     save = first.checkpoints.save
     first.checkpoints.save = (  # type: ignore[method-assign]
-        lambda *args, **named: save(*args, **named) if first.engine.num_steps <= 3 else None
+        lambda run, score: save(run, score) if first.stepper.num_steps <= 3 else None
     )
     first.fit()
     (written, _) = epochs(tmp_path / "run")
@@ -95,7 +97,7 @@ def test_a_run_that_is_given_more_has_one_record_of_the_epoch(tmp_path: Path) ->
 def test_a_checkpoint_that_is_older_than_these_sums_still_loads(tmp_path: Path) -> None:
     first = trainer(StoppingTask(1), tmp_path / "run", epochs=1)
     save = first.checkpoints.save
-    first.checkpoints.save = lambda *args, **named: save(*args[:-1], lambda: None, **named)  # type: ignore[method-assign]
+    first.checkpoints.save = lambda run, score: save(replace(run, so_far=lambda: None), score)  # type: ignore[method-assign]
     first.fit()
     (file,) = (tmp_path / "run" / "checkpoints").glob("*/state.json")
     assert json.loads(file.read_text())["state"]["so_far"] is None
@@ -112,9 +114,9 @@ def killed_after_saving(first: Trainer, num_steps: int) -> None:
     """Train until the first checkpoint that has so many steps is on disk, and no further."""
     save = first.checkpoints.save
 
-    def save_and_die(*args: Any, **named: Any) -> None:
-        save(*args, **named)
-        if first.engine.num_steps == num_steps:
+    def save_and_die(run: RunState, score: float | None) -> None:
+        save(run, score)
+        if first.stepper.num_steps == num_steps:
             raise Killed
 
     first.checkpoints.save = save_and_die  # type: ignore[method-assign]
@@ -175,20 +177,20 @@ def test_killed_right_after_the_save_of_the_last_step(
 def train_or_die(link: Link, out: str, dies: bool) -> None:
     first = trainer(SmallTask(), Path(out), link, grains=2, steps=4, save_every_steps=4, resume="auto", progress="none")
     if dies:
-        sync, saved = first.engine.sync, []
+        sync, saved = first.stepper.sync, []
         save = first.checkpoints.save
 
-        def note(*args: Any, **named: Any) -> None:
-            save(*args, **named)
-            saved.append(first.engine.num_steps)
+        def note(run: RunState, score: float | None) -> None:
+            save(run, score)
+            saved.append(first.stepper.num_steps)
 
         def die() -> None:
             if saved[-1:] == [4]:
-                first.checkpoints.close("running")  # on disk
+                first.checkpoints.close()  # on disk
                 os.kill(os.getpid(), signal.SIGKILL)
             sync()
 
-        first.checkpoints.save, first.engine.sync = note, die  # type: ignore[method-assign]
+        first.checkpoints.save, first.stepper.sync = note, die  # type: ignore[method-assign]
     first.fit()
 
 
@@ -218,5 +220,5 @@ def test_a_run_with_too_many_skipped_steps_accounts_for_them(tmp_path: Path) -> 
         trained.fit()
     losses = [record["loss"] for record in read(tmp_path / "run" / "metrics.jsonl")]
     assert losses[-1] is None, "as the message says"
-    assert len(losses) == trained.engine.num_steps
+    assert len(losses) == trained.stepper.num_steps
     assert sum(record["steps"] for record in epochs(tmp_path / "run")) == len(losses)

@@ -15,7 +15,7 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
-from paceline.train.position import settings_changed
+from paceline.train.resume import settings_changed
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -111,8 +111,8 @@ def fit(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, str]:
     )
     trainer = Trainer(RaggedTask(), config, link)
     trainer.fit()
-    with trainer.engine.whole_statistics():
-        return {name: digest(tensor) for name, tensor in trainer.engine.model.state_dict().items()}
+    with trainer.stepper.whole_statistics():
+        return {name: digest(tensor) for name, tensor in trainer.stepper.model.state_dict().items()}
 
 
 def lines_of(folder: str, size: int) -> list[dict[str, Any]]:

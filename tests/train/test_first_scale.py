@@ -44,13 +44,13 @@ def test_a_loss_that_changes_its_grain_is_tried_on_copies() -> None:
     settings = {"precision": "fp16", "level": "auto", "lr": 1e-6, "steps": 2}
     found = trainer(Mixes(), None, None, **settings)
     found.fit()
-    constant = trainer(Mixes(), None, None, loss_scale=found.engine.scale.current(), **settings)
+    constant = trainer(Mixes(), None, None, loss_scale=found.stepper.scale.current(), **settings)
     constant.fit()
     assert_same(weights(found), weights(constant))
 
 
 def skipped(run: Trainer) -> int:
-    return run.engine.skips.state()[0]
+    return run.stepper.skips.state()[0]
 
 
 def steep(out: Path | None, link: Link | None = None, **settings: Any) -> Trainer:
@@ -74,7 +74,7 @@ def test_no_step_is_skipped_and_the_rest_is_as_with_the_same_constant(settings: 
     assert 1.0 < first < 2.0**12
     found = steep(None, **settings)
     found.fit()
-    assert found.engine.scale.current() == first
+    assert found.stepper.scale.current() == first
     assert skipped(found) == 0
     constant = steep(None, loss_scale=first, **settings)
     constant.fit()
@@ -89,16 +89,16 @@ def test_a_resumed_run_does_not_search(tmp_path: Path) -> None:
     assert checkpoint is not None
     assert checkpoint.parts["scale"].keys() == {"scale", "clean_steps"}
     again = steep(tmp_path / "parts", steps=6, resume="auto", allow_change=True)
-    assert again.engine.scale.is_found
+    assert again.stepper.scale.is_found
     again.fit()
-    assert again.engine.scale.state_dict() == whole.engine.scale.state_dict()
+    assert again.stepper.scale.state_dict() == whole.stepper.scale.state_dict()
     assert_same(weights(again), weights(whole))
 
 
 def on_ranks(link: Link, settings: dict[str, Any]) -> tuple[float, int, dict[str, torch.Tensor]]:
     run = steep(None, link, grains=2, **settings)
     run.fit()
-    return run.engine.scale.current(), skipped(run), weights(run)
+    return run.stepper.scale.current(), skipped(run), weights(run)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reduce": "param", "sync_step": 2}], ids=["grad", "param"])
@@ -108,7 +108,7 @@ def test_ranks_find_the_same_scale(settings: dict[str, Any]) -> None:
     for scale, num_skipped, found in run_ranks(2, on_ranks, settings):
         assert num_skipped == 0
         if not settings:  # ranks that step apart divide by their own count, and each finds its own
-            assert scale == alone.engine.scale.current()
+            assert scale == alone.stepper.scale.current()
             for name, tensor in weights(alone).items():
                 assert torch.allclose(tensor, found[name], rtol=1e-5, atol=1e-7), name
 
@@ -121,4 +121,4 @@ def test_where_every_scale_overflows_steps_are_skipped_as_ever() -> None:
 
     run = trainer(Hopeless(), None, precision="fp16", level="auto", steps=3)
     run.fit()
-    assert (run.engine.scale.current(), skipped(run)) == (1.0, 3)
+    assert (run.stepper.scale.current(), skipped(run)) == (1.0, 3)

@@ -41,7 +41,7 @@ def losses(folder: Path, device: DeviceChoice, strategy: type | None, settings: 
         else:
             assert not dist.is_initialized()
         trainer = Trainer(WeightedTask(has_norm=True), config(epochs=3, grains=2, out=folder, **settings), link)
-        assert strategy is None or isinstance(trainer.engine.prepared.strategy, strategy)
+        assert strategy is None or isinstance(trainer.stepper.prepared.strategy, strategy)
         trainer.fit()
         assert (trail.number > 0) == (strategy is not None)
     assert not dist.is_initialized()

@@ -137,7 +137,7 @@ def test_the_default_logger_may_be_missing_but_not_one_that_was_asked_for(
 def test_tensorboard_after_a_resume_shows_every_step_once(tmp_path: Path) -> None:
     first = trainer(SmallTask(), tmp_path / "run", epochs=3, log_every=1, save_every_epochs=2, keep_best=0)
     save = first.checkpoints.save
-    first.checkpoints.save = lambda *args, **more: save(*args, **more) if first.engine.num_steps <= 6 else None  # type: ignore[method-assign]
+    first.checkpoints.save = lambda *args, **more: save(*args, **more) if first.stepper.num_steps <= 6 else None  # type: ignore[method-assign]
     first.fit()
     trainer(SmallTask(), tmp_path / "run", epochs=3, log_every=1, resume="auto", allow_change=True).fit()
     shown = read_tensorboard(tmp_path / "run" / "tensorboard")
@@ -251,12 +251,12 @@ def test_the_loss_scale_is_in_the_journal_where_there_is_one(tmp_path: Path) -> 
     half.fit()
     scales = [record.get("loss_scale") for record in read(tmp_path / "half" / "metrics.jsonl")]
     assert None not in scales
-    assert scales[-1] == half.engine.scale.current()
+    assert scales[-1] == half.stepper.scale.current()
 
 
 def test_rates_of_layers_are_noted_under_their_names(tmp_path: Path) -> None:
     trained = trainer(SmallTask(), tmp_path / "a", epochs=1, larc="clip", progress="none", loggers=())
     trained.fit()
-    found = notes(trained.engine, trained.larc)
-    assert found.keys() == {f"larc/{name}" for name, _ in trained.engine.model.named_parameters()}
+    found = notes(trained.stepper, trained.larc)
+    assert found.keys() == {f"larc/{name}" for name, _ in trained.stepper.model.named_parameters()}
     assert all(isinstance(rate, float) and torch.isfinite(torch.tensor(rate)) for rate in found.values())

@@ -9,8 +9,9 @@ from torch import nn
 from paceline.config.settings import OptimSettings
 from paceline.core.torch_private import step_pre_hooks
 from paceline.optim import build
-from paceline.train.engine import Engine, NotPrepared
+from paceline.train.engine import Engine
 from paceline.train.prepare import DividesByZero, ForeignParameters
+from paceline.train.stepper import NotPrepared
 from tests.train.small import alone
 
 

@@ -52,7 +52,7 @@ def train(link: Link, kind: str, folder: str | None, settings: dict[str, Any]) -
     given.update(settings)
     trainer = Trainer(task, TrainConfig(out=None if folder is None else Path(folder), **given), link)
     trainer.fit()
-    state = {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in trainer.stepper.model.state_dict().items()}
     return {**state, **{f"seen/{name}": value for name, value in getattr(task, "seen", {}).items()}}
 
 

@@ -32,7 +32,7 @@ def train(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, torch.
     )
     trainer = Trainer(RaggedTask(), config, link)
     trainer.fit()
-    return {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in trainer.stepper.model.state_dict().items()}
 
 
 def losses_of(folder: str, size: int) -> list[float]:

@@ -23,19 +23,22 @@ def config(**settings: Any) -> TrainConfig:
     return TrainConfig(**{"steps": 10_000, "log_every": 5000, "save_every_steps": "auto", "out": "run", **settings})
 
 
+def at(num_steps: int) -> Position:
+    return Position(num_steps=num_steps)
+
+
 def test_the_second_checkpoint_chooses() -> None:
-    position = Position(num_steps=MEASURING_SAVES)
-    interval = SaveInterval(config(failures="4/1000nd"), position, alone())
-    assert interval.saved(99.0, 101.0, 0.5) is None
-    assert position.save_every is None
-    position.num_steps = 2 * MEASURING_SAVES
-    line = interval.saved(102.0, 102.5, 0.5)  # 10 steps in 1 s, 0.5 s to save; a failure in 250 days
-    assert position.save_every == pytest.approx((2 * 0.5 * 250 * 86_400) ** 0.5 / 0.1, rel=0.01)
-    assert line is not None
+    interval = SaveInterval(config(failures="4/1000nd"), alone())
+    assert interval.saved(at(MEASURING_SAVES), 99.0, 101.0, 0.5) is None
+    chosen = interval.saved(at(2 * MEASURING_SAVES), 102.0, 102.5, 0.5)  # 10 steps in 1 s; a failure in 250 days
+    assert chosen is not None
+    every, line = chosen
+    assert every == pytest.approx((2 * 0.5 * 250 * 86_400) ** 0.5 / 0.1, rel=0.01)
     assert re.fullmatch(
         r"a checkpoint every 46,4\d\d steps \(1\.29 h\): one takes 500 ms, and 1 node may fail every 6,000\.00 h", line
     )
-    assert interval.saved(103.0, 109.0, 0.5) is None, "once"
+    after = Position(num_steps=3 * MEASURING_SAVES, save_every=every)
+    assert interval.saved(after, 103.0, 109.0, 0.5) is None, "once"
 
 
 def test_checkpoints_are_due_when_chosen() -> None:
@@ -48,23 +51,19 @@ def test_checkpoints_are_due_when_chosen() -> None:
 
 def test_without_a_folder_or_with_a_number_nothing_is_chosen() -> None:
     for settings in ({"out": None}, {"save_every_steps": 5}):
-        position = Position(num_steps=10)
-        interval = SaveInterval(config(**settings), position, alone())
-        interval.saved(0.0, 1.0, 0.0)
-        position.num_steps = 20
-        assert interval.saved(2.0, 3.0, 0.0) is None
-        assert position.save_every is None
+        interval = SaveInterval(config(**settings), alone())
+        interval.saved(at(10), 0.0, 1.0, 0.0)
+        assert interval.saved(at(20), 2.0, 3.0, 0.0) is None
 
 
 @ranks(2)
 def test_all_ranks_choose_the_slowest_ones_way(link: Link, tmp_path: Path) -> None:
-    position = Position(num_steps=10)
-    interval = SaveInterval(config(), position, link)
+    interval = SaveInterval(config(), link)
     slow = 1.0 + link.world.rank
-    interval.saved(0.0, 0.1, 0.0)
-    position.num_steps = 20
-    interval.saved(0.1 + slow, 0.1 + 2 * slow, 0.0)
-    assert len(set(link.gather_objects(position.save_every))) == 1
+    interval.saved(at(10), 0.0, 0.1, 0.0)
+    chosen = interval.saved(at(20), 0.1 + slow, 0.1 + 2 * slow, 0.0)
+    assert chosen is not None
+    assert len(set(link.gather_objects(chosen))) == 1
 
 
 def test_a_run_saves_twice_and_goes_on_with_its_choice(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

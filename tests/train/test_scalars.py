@@ -101,7 +101,7 @@ def logged_by_an_engine(link: Link, recorder: Recorder | None) -> dict[str, floa
     engine = Engine(EngineConfig(level=0, seed=5), link=link)
     net = fresh_net()
     engine.prepare(net, sgd(net))
-    scalars = Scalars(link, True, lambda: engine.is_counted)
+    scalars = Scalars(link, True, lambda: engine.stepper.is_counted)
     if recorder is not None:
         engine.record(recorder, lambda grain: grain.data, scalars)
 

@@ -56,7 +56,7 @@ def fit(link: Link, folder: str, stop_at: int | None, settings: dict[str, Any]) 
     task.trainer = Trainer(task, config, link)
     task.trainer.fit()
     rows = read(Path(folder) / "metrics.jsonl") if link.is_first else []
-    return task.trainer.engine.num_steps, [row["loss"] for row in rows if "loss" in row and "step" in row]
+    return task.trainer.stepper.num_steps, [row["loss"] for row in rows if "loss" in row and "step" in row]
 
 
 def expected_plan() -> list[list[int]]:

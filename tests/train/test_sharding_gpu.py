@@ -57,8 +57,8 @@ def train(link: Link, way: str, shard: str, folder: str) -> list[float]:
         patch.setattr(autotuner, "candidates", lambda *_, **__: [Candidate(3)])
         made = trainer(link, BlocksTask(has_norm=True), {**settings, "shard": shard, "out": folder, "log_every": 1})
         made.fit()
-    assert isinstance(made.engine.prepared.strategy, Sharded) == (shard != "none")
-    assert made.engine.precision.compile == (settings.get("level") in (3, 4))
+    assert isinstance(made.stepper.prepared.strategy, Sharded) == (shard != "none")
+    assert made.stepper.precision.compile == (settings.get("level") in (3, 4))
     return [row["loss"] for row in read(Path(folder) / "metrics.jsonl") if "loss" in row and "step" in row]
 
 

@@ -157,7 +157,7 @@ def test_every_checkpoint_of_a_growing_run_leads_to_the_same_end(tmp_path: Path,
             event for event in ("before 0", "after 0", "before 1", "after 1") if ends.get(event, True)
         ]
         assert_same(weights(resumed), weights(whole))
-        assert_same(resumed.engine.prepared.average.tensors, whole.engine.prepared.average.tensors)  # type: ignore[union-attr]
+        assert_same(resumed.stepper.prepared.average.tensors, whole.stepper.prepared.average.tensors)  # type: ignore[union-attr]
         assert torch.equal(again.total, task.total)
         later = validations_of(tmp_path / path.name)
         assert later == [record for record in validations if record["step"] >= step]
@@ -313,7 +313,7 @@ def walk(link: Link) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
         task, None, link, epochs=2, grains=2, global_batch=24, order="random", dataset_distribution="random_seed_offset"
     )
     ours.fit()
-    return task.consumed, {name: parameter.detach() for name, parameter in ours.engine.model.named_parameters()}
+    return task.consumed, {name: parameter.detach() for name, parameter in ours.stepper.model.named_parameters()}
 
 
 def test_random_seed_offset_walks_all_data_on_every_rank() -> None:
@@ -344,7 +344,7 @@ def test_changed_gradients_are_those_that_are_used(precision: Any) -> None:
     whole = trainer(SmallTask(), None, steps=1, precision=precision, level="auto", lr=LR / 2)
     whole.fit()
     for ours, other in zip(
-        half.engine.prepared.named_weights().values(), whole.engine.prepared.named_weights().values(), strict=True
+        half.stepper.prepared.named_weights().values(), whole.stepper.prepared.named_weights().values(), strict=True
     ):
         assert torch.allclose(ours, other, rtol=1e-3, atol=1e-5)
         assert not torch.equal(ours, fresh_net().state_dict()["body.weight"])

@@ -68,7 +68,7 @@ def train(link: Link, out: str, dtype: torch.dtype | None, device: str | None, s
     with defaults(dtype, device):
         trainer = Trainer(Explicit(), config, link)
         result = trainer.fit()
-        state = trainer.engine.model.state_dict()
+        state = trainer.stepper.model.state_dict()
     return [result.status, result.loss, result.metrics, {name: tensor.tolist() for name, tensor in state.items()}]
 
 

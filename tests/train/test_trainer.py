@@ -108,7 +108,7 @@ def test_limited_batches(tmp_path: Path) -> None:
     result = ours.fit()
     assert task.seen == [list(range(8)), list(range(8, 16))] * 2
     x, y = points(7, seed=2).tensors
-    model = ours.engine.model
+    model = ours.stepper.model
     with torch.no_grad():
         expected = float(squares(model, x[:3], y[:3]) + squares(model, x[3:6], y[3:6])) / 6
     assert result.metrics["dev/loss"] == pytest.approx(expected, rel=1e-6)
@@ -219,9 +219,9 @@ def test_a_misspelt_monitor_loses_no_step(tmp_path: Path) -> None:
     with pytest.raises(UnknownMonitor):
         trainer(ScoredTask([3.0]), tmp_path / "run", epochs=2, monitor="dev/scoer").fit()
     resumed = trainer(ScoredTask([2.0]), tmp_path / "run", epochs=2, monitor="dev/score", resume="auto")
-    assert resumed.engine.num_steps == STEPS_PER_EPOCH
+    assert resumed.stepper.num_steps == STEPS_PER_EPOCH
     resumed.fit()
-    assert_same(resumed.engine.model.state_dict(), undisturbed.engine.model.state_dict())
+    assert_same(resumed.stepper.model.state_dict(), undisturbed.stepper.model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -441,8 +441,8 @@ def test_the_average_is_that_of_a_plain_loop_and_is_what_validation_sees() -> No
     for _ in raw_steps(model, sgd(model), 7, dtype=torch.float64):
         for name, parameter in model.named_parameters():
             average[name] = 0.75 * average[name] + 0.25 * parameter.detach()
-    assert ours.engine.prepared.average is not None
-    for name, tensor in ours.engine.prepared.average.tensors.items():
+    assert ours.stepper.prepared.average is not None
+    for name, tensor in ours.stepper.prepared.average.tensors.items():
         assert torch.allclose(tensor, average[name], rtol=1e-13, atol=1e-15), name
     assert_same(weights(ours), model.state_dict())
     without = plain_metrics(model, BATCH)["dev/loss"]

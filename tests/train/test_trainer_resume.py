@@ -18,7 +18,7 @@ from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.state import WeightsMisfit
-from paceline.train.position import SettingsChanged
+from paceline.train.resume import SettingsChanged
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.crash import run_until_death
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_run_brings_its_grains_and_settings(tmp_path: Pa
     path = tmp_path / "whole" / "checkpoints" / "step-00000025"
     resumed = trainer(RaggedTask(), tmp_path / "other", resume=path, **settings)
     resumed.fit()
-    assert resumed.checkpoints.grains == 3
+    assert resumed.resume.grains == 3
     assert_same(weights(resumed), weights(whole))
     with pytest.raises(SettingsChanged, match="lr: 0.05 in the run, 0.5 now"):
         trainer(RaggedTask(), tmp_path / "third", resume=path, lr=0.5, **settings)
@@ -137,7 +137,7 @@ def test_the_grains_a_run_has_are_no_change(tmp_path: Path) -> None:
         trainer(SmallTask(), tmp_path / "run", steps=2, grains=2, resume="auto")
     changed = trainer(SmallTask(), tmp_path / "run", steps=2, grains=2, resume="auto", allow_change=True)
     changed.fit()
-    assert changed.checkpoints.grains == 2
+    assert changed.resume.grains == 2
 
 
 # -- asked to stop -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from paceline.train.find_task import recipe_of_model
 from paceline.world.discover.procs import check_procs
 
 if TYPE_CHECKING:
-    from paceline.train.engine import Engine
+    from paceline.train.stepper import Stepper
     from paceline.train.task import Task
     from paceline.world.link import Link
 
@@ -188,7 +188,7 @@ def evaluate(options: EvalOptions) -> int:
             raise DataTwice(options.data, options.manifest)
         sets = None if options.data is None else _sets(options.data)
         restored = restore(task, config, link, options)
-        metrics = apply.evaluate_engine(task, config, restored.engine, restored.grains, sets)
+        metrics = apply.evaluate_stepper(task, config, restored.stepper, restored.grains, sets)
     path = shown(restored.path)
     if link.is_first and options.json:
         results = {"run": shown(options.run), "checkpoint": path, "step": restored.step, "metrics": metrics}
@@ -202,7 +202,7 @@ def evaluate(options: EvalOptions) -> int:
 class Restored:
     """A model that is ready for use, of a run or by itself."""
 
-    engine: Engine
+    stepper: Stepper
     path: Path
     """The checkpoint, or the file or folder of a model by itself."""
     step: int | None
@@ -215,11 +215,11 @@ def restore(task: Task, config: TrainConfig, link: Link, options: UseOptions) ->
     from paceline.train import apply
 
     if recipe_of_model(options.run):
-        engine = apply.restore_model(task, config, link, options.run)
-        return Restored(engine, options.run, None, config.grains or 1)
+        stepper = apply.restore_model(task, config, link, options.run)
+        return Restored(stepper, options.run, None, config.grains or 1)
     checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
-    engine = apply.restore_for_use(task, config, link, checkpoint, options.average)
-    return Restored(engine, checkpoint, engine.num_steps, apply.grains_of(options.run, config))
+    stepper = apply.restore_for_use(task, config, link, checkpoint, options.average)
+    return Restored(stepper, checkpoint, stepper.num_steps, apply.grains_of(options.run, config))
 
 
 def run_here_or_on_procs(

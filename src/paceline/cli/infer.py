@@ -77,7 +77,7 @@ def infer(options: InferOptions) -> int:
             # here, for the names that it may have
             data = tasks.read_inputs(task, inputs) if inputs else tasks.infer_data_of(task)
         restored = restore(task, config, link, options)
-        pairs = apply.predict_engine(task, config, restored.engine, restored.grains, data)
+        pairs = apply.predict_stepper(task, config, restored.stepper, restored.grains, data)
         traits = DatasetTraits(data)
         text_line = outcome.bare_line if traits.are_lines else outcome.text_line
         line = partial(outcome.json_line if options.json else text_line, names=traits.names)
@@ -94,15 +94,15 @@ def _stream(task: Task, config: TrainConfig, link: Link, inputs: Sequence[str], 
     from paceline.train import task as tasks
 
     assert isinstance(task, tasks.StreamsInputs)
-    engine = restore(task, config, link, options).engine
-    with engine.evaluating():
+    stepper = restore(task, config, link, options).stepper
+    with stepper.evaluating():
         if options.out is None:
-            task.stream(engine.model, inputs, sys.stdout, as_json=options.json)
+            task.stream(stepper.model, inputs, sys.stdout, as_json=options.json)
             return 0
         # Hours may pass, and live audio may have no end: what was heard so far is there to be read.
         advice = said("what was predicted so far is in it: make room, or choose another `--out`")
         with OutputFile(options.out, advice) as file:
-            number = task.stream(engine.model, inputs, file, as_json=options.json)
+            number = task.stream(stepper.model, inputs, file, as_json=options.json)
     send(options.out)
     tell(f"{number} predictions in {shown(options.out)}\n")
     return 0

@@ -137,7 +137,7 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
     """Start the ranks that do the same in processes of their own; they agree on the folder themselves."""
     import torch
 
-    from paceline.train.position import check_batch
+    from paceline.train.resume import check_batch
     from paceline.world.launch.launcher import count_procs, launch
 
     procs = count_procs(

@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -431,3 +431,21 @@ class RunFolder:
             room = phrase("make room there, or choose another `--out`")
             rights = phrase("make it writable, or choose another `--out`")
             raise CannotWrite(self.folder / name, error, room if is_full(error) else rights) from error
+
+
+class RunListener:
+    """Follows the process that trains in a run folder, to keep a copy elsewhere. This one does nothing."""
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Return the context in which the process writes its first record. An error in it ends the start."""
+        return nullcontext()
+
+    def on_written(self) -> None:
+        """Called when a checkpoint is on disk, in the thread that writes it."""
+
+    def abandon(self) -> None:
+        """Called when the folder is left to another process, which completes the copy."""
+
+    def close(self, *, is_patient: bool = True) -> bool:
+        """Called when everything is written. Return True if the copy is complete."""
+        return True

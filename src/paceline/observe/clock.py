@@ -73,18 +73,26 @@ class Clock:
         communication, optimizer, others. `data` is the wait for the next step's."""
         self._num_begun = 0
         self._step_ns: list[int] = []
-        self.follower: Callable[[str, int, int], None] | None = None
-        """Called with every lap: phase, begin and end in ns of `time.perf_counter_ns`."""
+        self._follower: Callable[[str, int, int], None] | None = None
 
     def lap(self, phase: str) -> None:
         now = perf_counter_ns()
         self._ns[phase] += now - self._last
-        if self.follower is not None:
-            self.follower(phase, self._last, now)
+        if self._follower is not None:
+            self._follower(phase, self._last, now)
         self._last = now
 
-    def begin_epoch(self) -> None:
-        """Forget the waits of the last epoch."""
+    def follow(self, follower: Callable[[str, int, int], None] | None) -> None:
+        """Call `follower` with every lap: phase, begin and end in ns of `time.perf_counter_ns`; None calls nothing."""
+        self._follower = follower
+
+    @property
+    def is_followed(self) -> bool:
+        """True if something is called with every lap."""
+        return self._follower is not None
+
+    def begin_epoch(self, *, meets_on_host: bool = False) -> None:
+        """Forget the waits of the last epoch. With `meets_on_host` ranks meet between steps (`reduce: param`)."""
         self.waits.clear()
         self.steps.clear()
         self._num_begun, self._step_ns = 0, []

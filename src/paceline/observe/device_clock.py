@@ -55,16 +55,16 @@ class DeviceClock(Clock):
         self._is_caught_up = False
         self._num_steps = 0
         self._began_ns = 0
-        self.meets_on_host = False
-        """Ranks meet between steps (`reduce: param`), where the host does wait: its own time is right then."""
+        self._meets_on_host = False  # then the host waits, and its own time is right
         self.device = DeviceTime()
 
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
+    def begin_epoch(self, *, meets_on_host: bool = False) -> None:
+        super().begin_epoch(meets_on_host=meets_on_host)
+        self._meets_on_host = meets_on_host
         self._marks, self._taken, self._num_steps = None, [], 0
         self._began_ns = self._ns["data"]
         self.device = DeviceTime()
-        if self.meets_on_host:
+        if self._meets_on_host:
             del self.device.seconds["communication"]
 
     def begin_step(self) -> None:
@@ -92,7 +92,7 @@ class DeviceClock(Clock):
         self._mark(phase)
 
     def meet(self) -> None:
-        if self.meets_on_host:
+        if self._meets_on_host:
             super().meet()
         else:  # how long the stream waited is in the samples
             self.lap("communication")
@@ -109,7 +109,7 @@ class DeviceClock(Clock):
             self.steps.add((number, *(sampled.get(phase, 0.0) for phase in STEP_PHASES), 0.0))
             self.device.num_steps += 1
             self.device.num_caught_up += is_caught_up
-            if not self.meets_on_host:
+            if not self._meets_on_host:
                 self.waits.add(sampled["communication"])
 
     def _mark(self, phase: str) -> None:

@@ -84,8 +84,8 @@ class Span:
     warmup_steps: int
     total_steps: int
     """0 where it is not known, for schedules that do not depend on it."""
-    scores: Sequence[float] = ()
-    """Of the validations so far, lower is better."""
+    scores: Callable[[], Sequence[float]] = tuple
+    """Returns the scores of the validations so far, lower is better."""
 
     def progress(self, step: int, hold_steps: int = 0) -> float:
         """0 at the end of the warm-up (and of the hold after it), 1 at the end of the run and after it."""
@@ -184,7 +184,7 @@ _newbob_before = lru_cache(maxsize=1)(newbob)
 
 def _newbob(span: Span, step: int) -> float:
     settings = span.settings
-    return _newbob_before(tuple(span.scores), settings.lr, settings.decay, settings.newbob_threshold, settings.min_lr)
+    return _newbob_before(tuple(span.scores()), settings.lr, settings.decay, settings.newbob_threshold, settings.min_lr)
 
 
 ANY_OPTION: frozenset[str] = frozenset({"*"})
@@ -247,12 +247,12 @@ def _guarded(plugin: plugins.Plugin, rate: Callable[[Span, int], float]) -> Call
 
 
 def build(
-    settings: OptimSettings, total_steps: int | None, scores: Sequence[float] | None = None
+    settings: OptimSettings, total_steps: int | None, scores: Callable[[], Sequence[float]] | None = None
 ) -> Callable[[int], float]:
     """The learning rate as a function of the step; `total_steps` is None where it is not known.
 
-    `scores` are of the validations since the schedule began, lower is better: a list that the caller goes on appending
-    to, None in a run that does not validate. Only newbob looks at them.
+    `scores` returns the scores of the validations since the schedule began, lower is better; None in a run that does
+    not validate. Only newbob calls it.
     """
     chosen = schedule_of(settings.schedule)
     if chosen.needs_end and total_steps is None:
@@ -261,7 +261,7 @@ def build(
         raise ScheduleOptionMissing(settings.schedule, *chosen.needs)
     if settings.schedule == "newbob" and scores is None:
         raise ScoresMissing
-    span = Span(settings, _warmup_steps(settings, total_steps), total_steps or 0, () if scores is None else scores)
+    span = Span(settings, _warmup_steps(settings, total_steps), total_steps or 0, scores or tuple)
     _check_floor(span)
     if chosen.has_own_warmup:
         return lambda step: chosen.rate(span, step)

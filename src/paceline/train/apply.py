@@ -31,9 +31,9 @@ from paceline.train import task as tasks
 from paceline.train.autotune.autotuner import precision_for_use
 from paceline.train.checkpoint import reader, state
 from paceline.train.checkpoint.format import DIGESTS, REPLACED, listed
-from paceline.train.engine import Engine
 from paceline.train.exchange import is_export
 from paceline.train.position import Position
+from paceline.train.stepper import Stepper
 from paceline.train.task import Surroundings, Task, overrides
 from paceline.train.validate import FixedSet, Validation, fixed_set
 from paceline.world.link import Link
@@ -304,53 +304,53 @@ def restore_for_use(
     checkpoint: Path,
     average: int = 1,
     weights: Mapping[str, torch.Tensor] | None = None,
-) -> Engine:
-    """Return an engine whose model has a checkpoint's weights (their average, if the run kept one), or the mean of so
+) -> Stepper:
+    """Return a stepper whose model has a checkpoint's weights (their average, if the run kept one), or the mean of so
     many checkpoints; not for training. Other `weights` of the same model take their place.
 
-    The weights are in the precision of the settings; call the model inside `engine.evaluating()`, which autocasts.
+    The weights are in the precision of the settings; call the model inside `stepper.evaluating()`, which autocasts.
     """
     tasks.check_ranks(task, config, link)
     attach(task, config, link)
     loaded = _load(checkpoint, verify=link.is_first)
-    position = Position(**loaded.state["position"])
-    engine = _engine_for_use(task, config, link, loaded.state.get("choice"), position.num_begun_stages)
-    engine.resume_at(loaded.step)
+    position = Position.load(loaded.state["position"])
+    stepper = _stepper_for_use(task, config, link, loaded.state.get("choice"), position.num_begun_stages)
+    stepper.resume_at(loaded.step)
     if weights is None:
         weights = _weights(loaded) if average == 1 else read_weights(checkpoint, average)
-    state.restore_weights(engine, weights)
+    state.restore_weights(stepper, weights)
     tasks.load_state(task, dict(loaded.parts.get("task", {})))
-    return engine
+    return stepper
 
 
-def restore_model(task: Task, config: TrainConfig, link: Link, path: Path) -> Engine:
-    """Return an engine whose model has the weights of a file of the task's own kind, which no run is around: see
+def restore_model(task: Task, config: TrainConfig, link: Link, path: Path) -> Stepper:
+    """Return a stepper whose model has the weights of a file of the task's own kind, which no run is around: see
     `ReadsModels`."""
     assert isinstance(task, tasks.ReadsModels)
     tasks.check_ranks(task, config, link)
     attach(task, config, link)
-    engine = _engine_for_use(task, config, link, choice=None, num_stages=0)
+    stepper = _stepper_for_use(task, config, link, choice=None, num_stages=0)
     weights = task.read_weights(path)
     assert weights is not None
-    state.restore_weights(engine, weights)
-    return engine
+    state.restore_weights(stepper, weights)
+    return stepper
 
 
-def _engine_for_use(task: Task, config: TrainConfig, link: Link, choice: Any, num_stages: int) -> Engine:
-    """Return an engine with the task's model, whose weights are still to be loaded."""
+def _stepper_for_use(task: Task, config: TrainConfig, link: Link, choice: Any, num_stages: int) -> Stepper:
+    """Return a stepper with the task's model, whose weights are still to be loaded."""
     plain = {"ema": 0.0, "swa_start": None, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
-    engine = Engine(config.model_copy(update=plain), link=link)
+    stepper = Stepper(config.model_copy(update=plain), link=link)
     if config.level == 4 or (config.level == "auto" and choice is not None and link.device.type == "cuda"):
-        engine.settle(precision_for_use(choice, config, link.device))
+        stepper.settle(precision_for_use(choice, config, link.device))
     torch.manual_seed(config.seed)
     model = task.model().to(link.device)
     for number in range(num_stages):  # a model that grows has its shape before its weights are loaded
         setup.begin_stage(task, config, model, number)
     model.eval()
     # An optimizer that keeps nothing; it is never called.
-    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    engine.prepared.strategy.detach()
-    return engine
+    stepper.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    stepper.prepared.strategy.detach()
+    return stepper
 
 
 def attach(task: Task, config: TrainConfig, link: Link) -> None:
@@ -408,15 +408,15 @@ def evaluate_run(
     The same numbers on every rank and at any world size, and the same as training gave for this checkpoint.
     """
     grains = grains_of(folder, config)
-    engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
-    return evaluate_engine(task, config, engine, grains, sets)
+    stepper = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
+    return evaluate_stepper(task, config, stepper, grains, sets)
 
 
-def evaluate_engine(
-    task: Task, config: TrainConfig, engine: Engine, grains: int, sets: Mapping[str, Any] | None = None
+def evaluate_stepper(
+    task: Task, config: TrainConfig, stepper: Stepper, grains: int, sets: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """Return metrics of the model in an engine, as `evaluate_run` does of a checkpoint."""
-    validation = Validation(task, engine, config, grains, tasks.val_data_of(task) if sets is None else sets)
+    """Return metrics of the model in a stepper, as `evaluate_run` does of a checkpoint."""
+    validation = Validation(task, stepper, config, grains, tasks.val_data_of(task) if sets is None else sets)
     if validation.is_empty:
         raise NothingToValidate(task)
     with closing(validation):
@@ -440,21 +440,21 @@ def predict_run(
     All ranks must iterate to the end; the results come out on the first.
     """
     grains = grains_of(folder, config)
-    engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
-    return predict_engine(task, config, engine, grains, data)
+    stepper = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
+    return predict_stepper(task, config, stepper, grains, data)
 
 
-def predict_engine(
-    task: Task, config: TrainConfig, engine: Engine, grains: int, data: Any = None
+def predict_stepper(
+    task: Task, config: TrainConfig, stepper: Stepper, grains: int, data: Any = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield predictions of the model in an engine, as `predict_run` does of a checkpoint."""
+    """Yield predictions of the model in a stepper, as `predict_run` does of a checkpoint."""
     if not overrides(task, "predict"):
         raise CannotPredict(task)
     data = tasks.infer_data_of(task) if data is None else data
     if data is None:
         raise NothingToPredict(task)
-    batches = fixed_set(task, engine, config, grains, "the data to predict", data, in_order=True)
-    return _predict(task, engine, batches, config.limit_batches)
+    batches = fixed_set(task, stepper, config, grains, "the data to predict", data, in_order=True)
+    return _predict(task, stepper, batches, config.limit_batches)
 
 
 def grains_of(folder: Path, config: TrainConfig) -> int:
@@ -462,18 +462,18 @@ def grains_of(folder: Path, config: TrainConfig) -> int:
     return int(read_run(folder).grains or config.grains or 1)
 
 
-def _predict(task: Task, engine: Engine, each: FixedSet, limit_batches: int | None) -> Iterator[tuple[int, Any]]:
+def _predict(task: Task, stepper: Stepper, each: FixedSet, limit_batches: int | None) -> Iterator[tuple[int, Any]]:
     """Predict in rounds of some batches per rank. A round covers consecutive samples, so sorted rounds are in order."""
-    link, world = engine.link, engine.link.world
+    link, world = stepper.link, stepper.link.world
     steps = each.plan.num_steps if limit_batches is None else min(each.plan.num_steps, limit_batches)
     with closing(each.loader):
         batches = each.loader.run(each.plan, range(world.rank, steps, world.size))
         for _ in range(0, steps, ROUND * world.size):
             # Entered once a round, by ranks without a batch too: around a `yield` it would turn gradients off for
             # whoever iterates.
-            with engine.evaluating():
+            with stepper.evaluating():
                 parts = [
-                    _predict_grain(task, engine, grain, batch.step)
+                    _predict_grain(task, stepper, grain, batch.step)
                     for batch in islice(batches, ROUND)
                     for grain in batch.grains
                 ]
@@ -488,9 +488,9 @@ def _predict(task: Task, engine: Engine, each: FixedSet, limit_batches: int | No
     tasks.report(task)
 
 
-def _predict_grain(task: Task, engine: Engine, grain: Grain, step: int) -> tuple[list[int], Any]:
-    seed_everything(key(engine.config.seed, step))  # as validation does: a prediction may be drawn
-    prediction = task.predict(engine.model, grain)
+def _predict_grain(task: Task, stepper: Stepper, grain: Grain, step: int) -> tuple[list[int], Any]:
+    seed_everything(key(stepper.config.seed, step))  # as validation does: a prediction may be drawn
+    prediction = task.predict(stepper.model, grain)
     is_tensor = isinstance(prediction, torch.Tensor) and prediction.dim() > 0
     if not (is_tensor or isinstance(prediction, list)) or len(prediction) != len(grain):
         raise PredictionContract(prediction, len(grain))

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from paceline.core.torch_private import BatchNorm, foreach_norm
 from paceline.parallel.flat import by_kind
-from paceline.train.position import Position
 from paceline.train.prepare import Prepared
 
 IN_A_ROW = 10
@@ -41,33 +40,34 @@ class Diverged(Exception):
 class LossWatch:
     """Follows the losses of a run."""
 
-    def __init__(self, max_ratio: float | None, position: Position) -> None:
-        """`max_ratio` is the setting `max_loss_ratio`; the first losses are kept in the position, for a resumed run."""
-        self._max_ratio, self._position = max_ratio, position
+    def __init__(self, max_ratio: float | None, first_loss: float | None = None) -> None:
+        """`max_ratio` is the setting `max_loss_ratio`; a resumed run passes the `first_loss` of its position."""
+        self._max_ratio = max_ratio
+        self.first_loss = first_loss
+        """Largest loss, by its size, of the first step of a stage."""
         self._last = math.nan
         self.in_a_row = 0
         """Finite losses beyond the limit, up to the last one."""
 
-    def note(self, losses: Iterable[tuple[int, float]]) -> None:
-        """Take (step, loss) of all ranks into account."""
-        position = self._position
+    def note(self, losses: Iterable[tuple[int, float]], stage_began: int) -> None:
+        """Take (step, loss) of all ranks into account, in a stage that began with step `stage_began`."""
         for step, loss in losses:
             size = abs(loss)
             if not math.isfinite(size):
                 continue  # such a step is skipped, and counted as that
-            if position.first_loss is None or step == position.stage_began:
-                position.first_loss = max(size, position.first_loss or 0.0)
+            if self.first_loss is None or step == stage_began:
+                self.first_loss = max(size, self.first_loss or 0.0)
             self._last = loss
-            is_beyond = self._max_ratio is not None and size > self._max_ratio * max(position.first_loss, 1.0)
+            is_beyond = self._max_ratio is not None and size > self._max_ratio * max(self.first_loss, 1.0)
             self.in_a_row = self.in_a_row + 1 if is_beyond else 0
 
-    def verdict(self, *, is_over: bool = False) -> str | None:
-        """Return why the run has diverged, None if it has not; `is_over` if no step follows."""
-        enough = min(IN_A_ROW, max(1, self._position.num_steps // 2)) if is_over else IN_A_ROW
+    def verdict(self, num_steps: int, *, is_over: bool = False) -> str | None:
+        """Return why the run has diverged after `num_steps`, None if it has not; `is_over` if no step follows."""
+        enough = min(IN_A_ROW, max(1, num_steps // 2)) if is_over else IN_A_ROW
         if self.in_a_row < enough:
             return None
         return (
-            f"the loss is {self._last:.3g}, after {self._position.first_loss:.3g} at first, "
+            f"the loss is {self._last:.3g}, after {self.first_loss:.3g} at first, "
             f"more than `--max-loss-ratio` ({self._max_ratio:g}) allows"
         )
 

@@ -1,18 +1,13 @@
-"""One training step, the same on any number of ranks.
+"""Engine: the training step for a hand-written loop, with its data, its evaluation and its place in the data.
 
-The engine owns autocast, backward, loss scaling, reduction, clipping, the update and the schedule; the caller owns
-the loop. Nothing in a step waits for the device: what must be known on the host is read when something is logged.
-
-An engine is made, prepared (`prepare` gives it a model and an optimizer), stepped, and closed. `release` gives the
-model back, so that it can be prepared again with another shape, optimizer or precision (`settle`).
+The step itself is in `stepper.py`, which the trainer uses, too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,33 +18,29 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.config.compared import shared_settings
 from paceline.config.python_call import kind_of, settings_of_call, settings_or_config
 from paceline.config.settings import DataSettings, EngineConfig
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import PacelineError
 from paceline.core.terminal import warn
-from paceline.core.torch_private import backward, compile_counters, plain_step
 from paceline.data.dataset import DatasetTraits, fingerprint
-from paceline.data.grain import Batch, Grain, map_tensors
+from paceline.data.grain import Batch, Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule
 from paceline.data.torch_loader import take_out, take_out_for_training
 from paceline.observe.clock import Clock
-from paceline.optim.clip import ClipNorm
-from paceline.optim.ema import WeightAverage
-from paceline.parallel.step import Average, GrainNumbers, RankNumbers, Step, Tally
-from paceline.speed import loss_scale, precision
-from paceline.speed.graphs import Graphs, Recorder
+from paceline.parallel.step import Average, Step
+from paceline.speed.graphs import Recorder
+from paceline.speed.loss_scale import LossScale
+from paceline.speed.precision import Precision
+from paceline.train.checkpoint import state
 from paceline.train.evaluation import Metrics, check_set, evaluate, evaluation_plan
 from paceline.train.feed import Feed, TrainingData
 from paceline.train.grains import Loss, RecordedPass
-from paceline.train.loss import GraphsFailed, NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
-from paceline.train.position import Position, choose_grains
-from paceline.train.prepare import Prepared, prepare, sums_in_tree
-from paceline.train.randomness import GrainRandomness
-from paceline.train.rates import STEPPED, Rates, Schedulers
+from paceline.train.loss import SkipCount
+from paceline.train.prepare import Prepared, sums_in_tree
+from paceline.train.resume import choose_grains
 from paceline.train.scalars import Scalars
 from paceline.train.scaling import for_ranks
-from paceline.train.step_profile import BackwardWatch
+from paceline.train.stepper import Stepper
 from paceline.world.consistency import check_same
-from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 from paceline.world.start import from_settings
 
@@ -57,23 +48,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from paceline.config.arguments import DataArguments, EngineArguments
-
-
-class NotPrepared(PacelineError):
-    """The engine has no model yet, or has given it back."""
-
-    sentence = "the engine has no model"
-    hint = "call `engine.prepare(model, optimizer)` first"
-
-
-class EngineClosed(PacelineError):
-    """An engine that is to work after its ranks have parted."""
-
-    call: str
-    sentence = "engine.{call} was called after the ranks have parted: the engine that the link is of was closed"
-    hint = (
-        "close engines after their last step, the one that the link was taken from last; `with` does it in that order"
-    )
 
 
 class NotALink(PacelineError, TypeError):
@@ -88,25 +62,17 @@ class NotALink(PacelineError, TypeError):
         return kind_of(self.value)
 
 
-class NotABatch(PacelineError, TypeError):
-    """Samples from elsewhere where a batch of `engine.batches` belongs."""
-
-    value: Any
-    sentence = "engine.step got a batch {what}, which says nothing of grains and ranks"
-    hint = "take batches from `engine.batches(data, global_batch=64)`, where `data` may also be a DataLoader"
-
-    @property
-    def what(self) -> str:
-        return kind_of(self.value)
-
-
 @dataclass
-class _BatchesCall:
-    """A call of `Engine.batches`."""
+class _Reading:
+    """Place of `Engine.batches` in its data."""
 
+    epoch: int = 0
+    step: int = 0
+    """Within the epoch."""
     first_epoch: int = 0
+    """First epoch of the current call."""
     is_resumed: bool = False
-    """True until the first call after a resume, which goes on with the interrupted one."""
+    """True from a resume until the first call, which continues the interrupted one."""
 
 
 class Engine:
@@ -126,48 +92,22 @@ class Engine:
         self._owns_link = link is None
         self.link = link or from_settings(self.config)
         self.device = self.link.device
-        self.clock = clock
-        self.skips = SkipCount(self.device, self.config.max_skipped)
-        self.position = Position()
-        """The one position of a run: the engine counts its steps, the trainer or `batches` its epochs and batches."""
-        self.rate: float | None = None
-        """Learning rate of the last step: of the schedule, or of the first group where there is none."""
-        self.last_step: Step | None = None
-        """Record of the last step, with what averages of the ranks have told since."""
-        self._batches_call = _BatchesCall()
+        self._is_closed = False
+        self._reading = _Reading()
         self._feed: Feed | None = None
         self._stream_saved: Mapping[str, Tensor] = {}
-        self._said: set[str] = set()
-        self._rates = Rates()
-        self.schedulers = Schedulers()
-        """torch schedulers of the optimizer."""
-        self._wants_stop = self._is_closed = False
-        self.is_counted = True
-        """False while grains are run that are no part of a training step's result: validation, trials."""
-        self.norm_every: int | None = None
-        """Steps between those whose gradient norm is measured, where clipping does not need it anyway."""
-        self.watch: BackwardWatch | None = None
-        """Watch over the last backward of a step, while some are measured."""
-        self._measure = ClipNorm(math.inf)
-        self._listeners: list[Callable[[Average], None]] = []
-        self._randomness = GrainRandomness(self.config.seed, self.device)
-        self._found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
-        self._average: WeightAverage | None = None  # goes on when the model is prepared again
-        self._prepared: Prepared | None = None
+        self._warned: set[str] = set()
         with ExitStack() as undo:  # a level that this device does not have leaves no process group behind
             if self._owns_link:
                 undo.callback(self.link.abandon)
-            capabilities = precision.capabilities(self.device)
-            self.settle(precision.resolve(self.config.level, self.config.precision, capabilities))
+            self.stepper = Stepper(self.config, self.link, clock=clock)
             undo.pop_all()
 
-    # -- setting up ----------------------------------------------------------------------------------------------
+    # -- the model -----------------------------------------------------------------------------------------------
 
-    def settle(self, chosen: precision.Precision) -> None:
-        """Compute in this precision from now on; a model that is prepared already must be prepared again."""
-        self.precision = chosen
-        precision.apply(chosen)
-        self.scale = loss_scale.build(self.config.loss_scale, chosen, self.device)
+    def settle(self, chosen: Precision) -> None:
+        """Compute in this precision from now on; a model that is already prepared must be prepared again."""
+        self.stepper.settle(chosen)
 
     def prepare(
         self,
@@ -176,50 +116,15 @@ class Engine:
         schedule: Callable[[int], float] | LRScheduler | None = None,
         *,
         beside: Sequence[torch.nn.Module] = (),
-        is_for_now: bool = False,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Put a model and its optimizer to work here. Both are changed in place and keep their names.
+        """Prepare a model and its optimizer for training. Both are changed in place and keep their names.
 
         A schedule is a function of the step, or a torch scheduler of this optimizer, which is then stepped with it. It
         stays the same unless another one is given. `beside` are modules that the loss runs in training mode although
         another engine trains them, such as the generator for a discriminator: their batch-norm statistics stay equal on
-        all ranks. That engine prepares them first. With `is_for_now` the model is not cut into shards: it
-        will be released and prepared again before its first step. All ranks must call it.
+        all ranks. That engine prepares them first. All ranks must call it.
         """
-        self._check_open("prepare")
-        self._prepared = prepare(
-            model,
-            optimizer,
-            self.config,
-            self.link,
-            self.precision,
-            self.scale,
-            clock=self.clock,
-            average=self._average,
-            beside=beside,
-            is_for_now=is_for_now,
-        )
-        self._average = self._prepared.average
-        self._rates.begin(optimizer)
-        self.schedulers.forget()
-        if schedule is not None:
-            self.follow(schedule)
-        return model, optimizer
-
-    @property
-    def prepared(self) -> Prepared:
-        """The model and its optimizer, with everything that a step needs of them."""
-        if self._prepared is None:
-            raise NotPrepared
-        return self._prepared
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self.prepared.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.prepared.optimizer
+        return self.stepper.prepare(model, optimizer, schedule, beside=beside)
 
     def follow(
         self,
@@ -228,353 +133,113 @@ class Engine:
         peak: float | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """Set the learning rate of every step from now on to `schedule(step)`, or step a torch scheduler.
+        """Set the learning rate of every following step to `schedule(step)`, or step a torch scheduler.
 
-        With `peak`, the highest rate of the schedule, rates that others set are respected: see `Rates`.
+        With `peak`, the highest rate of the schedule, rates set elsewhere are respected: see `Rates`.
         """
-        if isinstance(schedule, LRScheduler):
-            self.schedulers.add(STEPPED, schedule, self.optimizer)
-        else:
-            self._rates.follow(schedule, peak, tell)
+        self.stepper.follow(schedule, peak=peak, tell=tell)
 
     def record(
         self, recorder: Recorder, tensors: Callable[[Grain], Any], logged: Scalars | None = None
     ) -> RecordedPass:
         """Replay CUDA graphs of grains from now on, where their shape has one; `tensors` gives a grain's inputs, and
         `logged` takes what a loss logs."""
-        prepared = self.prepared
-        graphs = Graphs(prepared.model, recorder, prepared.strategy.gradient_groups())
-        recorded = RecordedPass(graphs, tensors, prepared.plain, prepared.strategy, logged)
-        self._prepared = replace(prepared, grains=recorded, recorded=recorded)
-        return recorded
-
-    def resume_at(self, num_steps: int, batches: Sequence[int] | None = None) -> None:
-        """Go on after `num_steps` steps; `batches` is what `batches_state` gave."""
-        self.position.num_steps = num_steps
-        if batches is not None:
-            self.position.epoch, self.position.step, first_epoch = batches
-            self._batches_call = _BatchesCall(first_epoch, is_resumed=True)
-
-    def batches_state(self) -> list[int]:
-        """Return where `batches` is: (epoch, step, first epoch of the call)."""
-        return [self.position.epoch, self.position.step, self._batches_call.first_epoch]
-
-    def stream_state(self) -> dict[str, Tensor]:
-        """Return where `batches` is in a stream that knows it; empty where ranks read parts of their own."""
-        feed, position = self._feed, self.position
-        if feed is None or not feed.is_stream or feed.is_cut:
-            return {}
-        return feed.stream_state(position.epoch, position.step)
-
-    def load_stream(self, saved: Mapping[str, Tensor]) -> None:
-        """Let the next call of `batches` go on where `stream_state` was taken."""
-        self._stream_saved = saved
+        return self.stepper.record(recorder, tensors, logged)
 
     def release(self) -> None:
         """Give the model back, so that it can be prepared again with another shape or optimizer."""
-        prepared = self.prepared
-        self.sync()
-        prepared.statistics.total()
-        prepared.release()
-        self._prepared = None
-
-    # -- one step ------------------------------------------------------------------------------------------------
-
-    def step(self, loss: Loss, batch: Batch, after_backward: Callable[[], None] | None = None) -> Step:
-        """Forward and backward over this rank's grains, one reduction over the ranks, one update.
-
-        With `reduce: param` the update is this rank's own, and ranks are averaged every so many steps.
-        """
-        prepared, number = self.prepared, self.position.num_steps
-        if not isinstance(batch, Batch):
-            raise NotABatch(batch)
-        self._check_open("step")
-        strategy = prepared.strategy
-        trail.doing, trail.step = prepared.grains.doing, number
-        self.rate = self._rates.set(prepared.optimizer, number)
-        if not self.scale.is_found and strategy.updates(batch):
-            self.scale.find(lambda: self._overflows(prepared, loss, _copied(batch)))
-        tally, outputs = self._gradients(prepared, loss, batch)
-        gradient_norm = None
-        if strategy.updates(batch):
-            if number == 0 and not math.isfinite(tally.loss):
-                raise NonFiniteLoss(tally.loss, batch.grains[0].shapes() if batch.grains else "none on this rank")
-            # Where the norm is needed anyway, and the host may read it, it also tells whether gradients are finite.
-            tells = prepared.clip_norm is not None and after_backward is None and self.device.type == "cpu"
-            gradients = self._check_gradients(prepared, tally, strategy.divisor(batch), norm_tells=tells)
-            if after_backward is not None:
-                gradients = self._show_gradients(prepared, after_backward)
-            gradient_norm = self._clip(prepared, gradients, norm_tells=tells)
-            self._update(prepared)
-            self._lap("optimizer")
-        self.schedulers.step()
-        self.position.num_steps = number + 1
-        step = strategy.finish(Step(number, *tally, gradient_norm, outputs))
-        self.last_step = step
-        if step.average is not None:
-            self._tell(step.average)
-        return step
-
-    def _gradients(self, prepared: Prepared, loss: Loss, batch: Batch) -> tuple[Tally, list[Any]]:
-        """Run this rank's grains and reduce: gradients and tally of the step, and the outputs of the grains."""
-        try:
-            prepared.begin_step(batch)
-            numbers, outputs = self._run_grains(prepared, loss, batch)
-            self._lap("compute")
-            tally, statistics = prepared.strategy.reduce(numbers)
-            prepared.statistics.finish_step(statistics)
-            return tally, outputs
-        except torch.AcceleratorError as error:
-            if prepared.recorded is None:
-                raise
-            raise GraphsFailed(first_line(error), self.link.world.size) from error
-
-    def _overflows(self, prepared: Prepared, loss: Loss, batch: Batch) -> bool:
-        """Return True if the step's gradients are not finite with the loss scale of the moment; the same on all ranks
-        that share them. Waits for the device, and leaves no trace: the step is run again from the same state."""
-        with prepared.untraced(), self._uncounted():
-            tally, _ = self._gradients(prepared, loss, batch)
-            self._check_gradients(prepared, tally, prepared.strategy.divisor(batch), norm_tells=False)
-            return bool(self._found_inf.item())
-
-    def _run_grains(self, prepared: Prepared, loss: Loss, batch: Batch) -> tuple[RankNumbers, list[Any]]:
-        """Add up the gradients of this rank's grains, and return their losses and counts, and their outputs."""
-        strategy, statistics, grains = prepared.strategy, prepared.statistics, prepared.grains
-        randomness = self._randomness
-        randomness.begin_step(self.position.num_steps)
-        makeup = strategy.makeup(batch.grains)
-        last = batch.grains[-1] if batch.grains and not makeup else None
-        numbers: list[GrainNumbers] = []
-        outputs: list[Any] = []
-        grain: Grain | None = None
-        try:
-            for grain in batch.grains:
-                randomness.before_grain(grain.number)
-                statistics.before_grain(grain.number)
-                total, grain_count, grain_outputs = grains.forward(loss, grain)
-                randomness.after_forward()
-                outputs.append(grain_outputs)
-                if grain is last:
-                    strategy.last_backward()
-                    if self.watch is not None:
-                        self.watch.begin()
-                grains.backward(total)
-                if grain is last and self.watch is not None:
-                    self.watch.end()
-                numbers.append(GrainNumbers(total.detach(), grain_count, statistics.after_grain()))
-                strategy.end_grain()
-            if makeup:
-                grain = makeup[0]
-                with self._uncounted():
-                    _run_makeup(prepared, loss, makeup)
-        except torch.OutOfMemoryError as error:
-            assert grain is not None
-            raise OutOfMemory(grain.shapes(), len(grain), batch.num_grains, str(error)) from error
-        statistics.end_step(batch.num_grains)
-        return RankNumbers(numbers, batch.has_next, self._wants_stop), outputs
-
-    def _check_gradients(self, prepared: Prepared, tally: Tally, divisor: float, *, norm_tells: bool) -> list[Tensor]:
-        """Take the loss scale off, correct the divisor where the true count was not known, look for inf and nan.
-
-        Without a loss scale, and where the norm tells, `_clip` looks instead.
-        """
-        if prepared.masters is not None:
-            prepared.masters.pull_gradients()
-        gradients = prepared.gradients()
-        if not gradients:
-            raise NoGradients
-        on_host = not isinstance(tally.count, Tensor) or tally.count.device.type == "cpu"
-        if not on_host or float(tally.count) != divisor:
-            # Where nothing was counted this gives inf or nan, and the step is skipped.
-            ratio = divisor / torch.as_tensor(tally.count, dtype=torch.float64, device=self.device)
-            loss_scale.multiply(gradients, ratio)
-        self._found_inf.zero_()
-        if self.precision.scaled or not norm_tells:
-            self._look_for_inf(prepared, gradients)
-        return gradients
-
-    def _look_for_inf(self, prepared: Prepared, gradients: list[Tensor]) -> None:
-        """Take the loss scale off, and note for all ranks if a gradient is not finite."""
-        if self.precision.scaled or not prepared.finite.find_inf(gradients, self._found_inf):
-            self.scale.unscale_and_check(gradients, self._found_inf)
-        for number in (self._found_inf, *self.scale.observed()):
-            prepared.strategy.agree(number)
-
-    def _show_gradients(self, prepared: Prepared, after_backward: Callable[[], None]) -> list[Tensor]:
-        """Let a task look at the model's gradients, and change them."""
-        if prepared.masters is not None:
-            prepared.masters.push_gradients()
-        self._lap("optimizer")
-        after_backward()
-        self._lap("compute")
-        if prepared.masters is not None:
-            prepared.masters.pull_changes()
-        prepared.strategy.pull_gradients()
-        return prepared.gradients()
-
-    def _clip(self, prepared: Prepared, gradients: list[Tensor], *, norm_tells: bool) -> Tensor | None:
-        """Clip the gradients as the settings say; return their norm, if that was needed."""
-        if prepared.clip_norm is not None:
-            norm = prepared.strategy.total_norm(gradients, prepared.clip_norm.norm)
-            # A norm may overflow although all gradients are finite; all ranks have the same one.
-            if norm_tells and not self.precision.scaled and not math.isfinite(norm):
-                self._look_for_inf(prepared, gradients)
-            prepared.clip_norm.scale(prepared.updated, norm)
-            return norm
-        measured: Tensor | None = None
-        if self.norm_every is not None and (self.position.num_steps + 1) % self.norm_every == 0:
-            measured = prepared.strategy.total_norm(gradients, self._measure.norm)
-        if self.config.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(prepared.updated, self.config.clip_value)
-        return measured
-
-    def _update(self, prepared: Prepared) -> None:
-        """Update unless gradients were not finite; on a GPU the optimizer itself looks, and the host does not wait."""
-        optimizer = prepared.optimizer
-        if prepared.skips_on_device:
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
-            optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-            plain_step(optimizer)
-            self.skips.note_on_device(self._found_inf)
-        else:
-            is_skipped = bool(self._found_inf.item())
-            if not is_skipped:
-                plain_step(optimizer)
-            self.skips.note(is_skipped, self.position.num_steps)
-        if self.precision.scaled:
-            self.scale.update(self._found_inf)
-        if prepared.masters is not None:
-            prepared.masters.push_weights()
-        if prepared.average is not None:
-            prepared.average.update(self.position.num_steps + 1)
-
-    def _lap(self, phase: str) -> None:
-        if self.clock is not None:
-            self.clock.lap(phase)
-
-    # -- between steps -------------------------------------------------------------------------------------------
+        self.stepper.release()
 
     @property
-    def num_steps(self) -> int:
-        """Steps done since the run began, those before a resume included."""
-        return self.position.num_steps
-
-    def sync(self) -> None:
-        """With `reduce: param`: average now, so that all ranks have the same model. All ranks must call it."""
-        average = self.prepared.strategy.sync()
-        if average is None:
-            return
-        if self.last_step is not None:
-            self.last_step = replace(
-                self.last_step, ranks_with_data=average.ranks_with_data, ranks_to_stop=average.ranks_to_stop
-            )
-        self._tell(average)
+    def prepared(self) -> Prepared:
+        """The model and its optimizer, with everything that a step needs of them."""
+        return self.stepper.prepared
 
     @property
-    def is_together(self) -> bool:
-        """True if looking at the model now needs no further average: see `Strategy.is_together`."""
-        return self.prepared.strategy.is_together
-
-    def on_average(self, listener: Callable[[Average], None]) -> None:
-        """Call `listener` with every average of the ranks' models, which completes the records of earlier steps."""
-        self._listeners.append(listener)
-
-    def _tell(self, average: Average) -> None:
-        for listener in self._listeners:
-            listener(average)
-
-    def ask_to_stop(self) -> None:
-        """Tell all ranks with the next reduction that this one was asked to stop; safe in a signal handler."""
-        self._wants_stop = True
+    def model(self) -> torch.nn.Module:
+        return self.stepper.model
 
     @property
-    def wants_stop(self) -> bool:
-        """True if this rank was asked to stop."""
-        return self._wants_stop
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode with complete statistics (and averaged weights); all ranks must enter."""
-        prepared = self.prepared
-        model, average = prepared.model, prepared.average
-        weights = model if prepared.shards is None else prepared.shards.tensors
-        with self.whole_statistics(), self._uncounted():
-            training = [module for module in model.modules() if module.training]
-            model.eval()
-            averaged = nullcontext() if average is None else average.swapped(weights, dict(model.named_buffers()))
-            try:
-                with torch.no_grad(), prepared.autocast(), averaged, prepared.strategy.whole_weights():
-                    yield
-            finally:
-                for module in training:
-                    module.training = True
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        before, self.is_counted = self.is_counted, False
-        try:
-            yield
-        finally:
-            self.is_counted = before
-
-    @contextmanager
-    def whole_statistics(self) -> Iterator[None]:
-        """Batch-norm statistics as one process would have them; all ranks must enter.
-
-        With `reduce: param` the ranks are averaged first.
-        """
-        statistics = self.prepared.statistics
-        self.sync()
-        statistics.total()
-        try:
-            yield
-        finally:
-            statistics.share()
-
-    def counters(self) -> dict[str, Any]:
-        """Return numbers of compiled and recorded graphs, for the log; empty if neither is done."""
-        numbers: dict[str, Any] = {}
-        if self.precision.compile:
-            numbers["compiled"] = compile_counters().graphs
-        if self.recorded is not None:
-            numbers["graphs"] = self.recorded.graphs.numbers()
-        return numbers
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.stepper.optimizer
 
     @property
     def recorded(self) -> RecordedPass | None:
         """CUDA graphs of grains, where `-O4` has chosen them."""
-        return None if self._prepared is None else self._prepared.recorded
+        return self.stepper.recorded
 
-    def close(self) -> None:
-        """Leave the other ranks, after a last average where they step apart. The model stays as all ranks have it, with
-        complete batch-norm statistics. A second call does nothing."""
-        if self._is_closed:
-            return
-        if self._prepared is not None:
-            self._check_open("close")
-            self.sync()
-            self._prepared.statistics.total()
-        self._is_closed = True
-        if self._owns_link:
-            self.link.close()
+    @property
+    def precision(self) -> Precision:
+        """Precision that the model computes in."""
+        return self.stepper.precision
 
-    def _check_open(self, call: str) -> None:
-        if self.link.is_closed:
-            raise EngineClosed(call)
+    @property
+    def scale(self) -> LossScale:
+        """Loss scale."""
+        return self.stepper.scale
 
-    def __enter__(self) -> Self:
-        return self
+    @property
+    def skips(self) -> SkipCount:
+        """Count of steps whose gradients were not finite."""
+        return self.stepper.skips
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; after an error without waiting for other ranks, which may never come."""
-        if error is None:
-            self.close()
-        elif self._owns_link:
-            self.link.__exit__(kind, error, trace)
+    # -- steps ---------------------------------------------------------------------------------------------------
 
-    # -- data for one's own loop ---------------------------------------------------------------------------------
+    def step(self, loss: Loss, batch: Batch, after_backward: Callable[[], None] | None = None) -> Step:
+        """Forward and backward over this rank's grains, one reduction over the ranks, one update.
+
+        With `reduce: param` the update is this rank's own, and ranks are averaged every `sync_step` steps.
+        """
+        return self.stepper.step(loss, batch, after_backward)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the run began, those before a resume included."""
+        return self.stepper.num_steps
+
+    @property
+    def rate(self) -> float | None:
+        """Learning rate of the last step: of the schedule, or of the first group without one."""
+        return self.stepper.rate
+
+    def sync(self) -> None:
+        """With `reduce: param`: average now, so that all ranks have the same model. All ranks must call it."""
+        self.stepper.sync()
+
+    @property
+    def is_together(self) -> bool:
+        """True if reading the model now needs no further average: see `Strategy.is_together`."""
+        return self.stepper.is_together
+
+    def on_average(self, listener: Callable[[Average], None]) -> None:
+        """Call `listener` with every average of the ranks' models, which completes the records of earlier steps."""
+        self.stepper.on_average(listener)
+
+    def ask_to_stop(self) -> None:
+        """Tell all ranks with the next reduction that this one was asked to stop; safe in a signal handler."""
+        self.stepper.ask_to_stop()
+
+    @property
+    def wants_stop(self) -> bool:
+        """True if this rank was asked to stop."""
+        return self.stepper.wants_stop
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The model in evaluation mode with complete statistics (and averaged weights); all ranks must enter."""
+        return self.stepper.evaluating()
+
+    def whole_statistics(self) -> AbstractContextManager[None]:
+        """Batch-norm statistics as one process would have them; all ranks must enter.
+
+        With `reduce: param` the ranks are averaged first.
+        """
+        return self.stepper.whole_statistics()
+
+    def counters(self) -> dict[str, Any]:
+        """Return numbers of compiled and recorded graphs, for the log; empty without either."""
+        return self.stepper.counters()
+
+    # -- data ----------------------------------------------------------------------------------------------------
 
     def batches(
         self,
@@ -584,11 +249,11 @@ class Engine:
         collate: Callable[[list[Any]], Any] | None = None,
         **settings: Unpack[DataArguments],
     ) -> Iterator[Batch]:
-        """This rank's part of every global batch, for as many epochs; `settings` are those of `DataSettings`.
+        """This rank's part of every global batch of `epochs` epochs; `settings` are those of `DataSettings`.
 
-        After a resume, the first call goes on where the interrupted one was.
+        After a resume, the first call continues the interrupted one.
         """
-        self._check_open("batches")
+        self.stepper.check_open("batches")
         more = ("dataset", "epochs", "collate")
         return self._batches(
             dataset, epochs, collate, settings_of_call(DataSettings, settings, "engine.batches", more=more)
@@ -600,6 +265,11 @@ class Engine:
         config, _ = for_ranks(settings, self.link.world.size)
         source, lines = take_out_for_training(dataset, config)
         check_same(self.link, shared_settings(settings) | {"epochs": epochs})
+        reading = self._reading
+        if not reading.is_resumed:
+            reading.first_epoch = reading.epoch
+        reading.is_resumed = False
+        end_epoch = reading.first_epoch + epochs
         feed = Feed(
             TrainingData.of(source.dataset, collate or source.collate),
             config,
@@ -607,27 +277,23 @@ class Engine:
             grains=choose_grains(config.grains, None, self.link.world.size, config.regrain),
             seed=self.config.seed,
             in_blocks=sums_in_tree(self.config),
+            end_epoch=end_epoch,
         )
-        self._say_once([*lines, feed.resume_stream(self._stream_saved)])
+        self._warn_once([*lines, feed.resume_stream(self._stream_saved)])
         self._feed, self._stream_saved = feed, {}
-        position, call = self.position, self._batches_call
-        if not call.is_resumed:
-            call.first_epoch = position.epoch
-        call.is_resumed = False
-        feed.end_epoch = call.first_epoch + epochs
         with closing(feed):  # also where the caller leaves its loop
-            while position.epoch < call.first_epoch + epochs:
-                for batch in feed.batches(position.epoch, position.step):
-                    position.advance(batch)
+            while reading.epoch < end_epoch:
+                for batch in feed.batches(reading.epoch, reading.step):
+                    reading.step = batch.step + 1
                     yield batch
-                    if feed.is_stream and self._is_out_of_data():
+                    if feed.is_stream and self.stepper.takes_end_of_data():
                         break
-                position.end_epoch()
+                reading.epoch, reading.step = reading.epoch + 1, 0
 
-    def _say_once(self, lines: Sequence[str | None]) -> None:
-        """Tell of the data what is not as one may think, on one rank; `batches` may be called for every epoch."""
-        new = [line for line in lines if line is not None and line not in self._said]
-        self._said.update(new)
+    def _warn_once(self, lines: Sequence[str | None]) -> None:
+        """Report unexpected facts about the data, each once and on one rank; `batches` may be called per epoch."""
+        new = [line for line in lines if line is not None and line not in self._warned]
+        self._warned.update(new)
         if self.link.is_first:
             warn("".join(f"{line}\n" for line in new))
 
@@ -643,9 +309,9 @@ class Engine:
 
         `metrics(grain)` returns those of one batch by name, as `Task.metrics` does: pairs (sum, weight), `Gathered`, or
         torchmetrics objects. Batches have `eval_batch` samples (32) and are read by `workers`; no other setting of
-        `DataSettings` but `limit_batches` has an effect. The model is as `evaluating` has it.
+        `DataSettings` but `limit_batches` has an effect. The model is as in `evaluating`.
         """
-        self._check_open("evaluate")
+        self.stepper.check_open("evaluate")
         more = ("metrics", "dataset", "collate")
         config = settings_of_call(DataSettings, settings, "engine.evaluate", more=more)
         data, loaders_collate = take_out(dataset)
@@ -667,30 +333,68 @@ class Engine:
         with closing(loader), self.evaluating():
             return evaluate(metrics, loader, plan, self.link, limit_batches=limit, seed=seed)
 
-    def _is_out_of_data(self) -> bool:
-        """Return True if no rank has more data of unknown length, as the last reduction said.
+    # -- resume --------------------------------------------------------------------------------------------------
 
-        On several GPUs this waits for the device in every step; the end could be learned one step late from a copy.
-        """
-        step = self.last_step
-        if self.link.world.size == 1 or step is None or step.ranks_with_data is None or float(step.ranks_with_data):
-            return False
-        self.last_step = None  # the next epoch has data again
-        return True
+    def resume_at(self, num_steps: int, batches: Sequence[int] | None = None) -> None:
+        """Continue after `num_steps` steps; `batches` is what `batches_state` returned."""
+        self.stepper.resume_at(num_steps)
+        if batches is not None:
+            epoch, step, first_epoch = batches
+            self._reading = _Reading(epoch, step, first_epoch, is_resumed=True)
+
+    def batches_state(self) -> list[int]:
+        """Return the place of `batches`: (epoch, step, first epoch of the call)."""
+        return [self._reading.epoch, self._reading.step, self._reading.first_epoch]
+
+    def stream_state(self) -> dict[str, Tensor]:
+        """Return the place of `batches` in a stream that knows it; empty if every rank reads a part of its own."""
+        feed = self._feed
+        if feed is None or not feed.is_stream or feed.is_cut:
+            return {}
+        return feed.stream_state(self._reading.epoch, self._reading.step)
+
+    def load_stream(self, saved: Mapping[str, Tensor]) -> None:
+        """Let the next call of `batches` continue where `stream_state` was taken."""
+        self._stream_saved = saved
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the other ranks, after a last average if they step apart. The model stays the same on all ranks, with
+        complete batch-norm statistics. A second call does nothing."""
+        if self._is_closed:
+            return
+        self.stepper.finish()
+        self._is_closed = True
+        if self._owns_link:
+            self.link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; after an error without waiting for other ranks, which may never come."""
+        if error is None:
+            self.close()
+        elif self._owns_link:
+            self.link.__exit__(kind, error, trace)
 
 
-def _copied(batch: Batch) -> Batch:
-    """Return a batch with tensors of its own, for a loss that changes them in place (Mixup) and is tried before it
-    counts."""
-    grains = [Grain(map_tensors(torch.clone, grain.data), grain.number, grain.samples) for grain in batch.grains]
-    return replace(batch, grains=grains)
+def collect(engine: Engine, in_pieces: bool = False) -> tuple[state.Parts, dict[str, Any]]:
+    """Return the state of an engine for a checkpoint: (tensors by part, plain values).
+
+    Call it inside `engine.whole_statistics()`. With `shard` all ranks must call it, and only the first gets everything;
+    `in_pieces` leaves every rank its own pieces.
+    """
+    parts, values = state.collect(engine.stepper, in_pieces)
+    stream = engine.stream_state()
+    return ({**parts, "stream": stream} if stream else parts), {**values, "batches": engine.batches_state()}
 
 
-def _run_makeup(prepared: Prepared, loss: Loss, grains: list[Grain]) -> None:
-    """Run grains that other ranks have counted, so that all call the model equally often; they leave no trace."""
-    with prepared.untraced():
-        for number, grain in enumerate(grains, 1):
-            total, _, _ = prepared.plain.forward(loss, grain)
-            if number == len(grains):
-                prepared.strategy.last_backward()
-            backward(total, torch.zeros_like(total))
+def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+    """Restore what `collect` returned into an engine with a prepared model."""
+    state.restore(engine.stepper, parts, values)
+    engine.load_stream({name: tensor.clone() for name, tensor in parts.get("stream", {}).items()})
+    engine.resume_at(values["num_steps"], values["batches"])

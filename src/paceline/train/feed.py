@@ -138,8 +138,10 @@ class Feed:
         seed: int,
         clock: Clock | None = None,
         in_blocks: bool = False,
+        end_epoch: int | None = None,
     ) -> None:
-        """`in_blocks`: a rank's grains follow each other, as sums with one order need it."""
+        """Open a data set. `in_blocks`: a rank's grains are consecutive, as sums with one order need it. Workers do not
+        read ahead into `end_epoch`."""
         self.data = data.dataset
         self.collate, self.lengths, self._counts = data.collate, data.lengths, data.counts
         self._config, self._link, self._grains, self._seed = config, link, grains, seed
@@ -156,8 +158,7 @@ class Feed:
         """Steps of the stage before each of the first epochs; as many as were asked for."""
         self._planning = threading.Lock()
         self._row: BatchRow | None = None
-        self.end_epoch: int | None = None
-        """No epoch from this one on is wanted: workers do not read on into it."""
+        self._end_epoch = end_epoch
         self.traits = DatasetTraits(self.data)
         self.is_stream = self.traits.is_stream
         """Data of unknown length: the reduction of each step tells if any rank has more."""
@@ -392,7 +393,7 @@ class Feed:
         yield EpochSteps(epoch, self.plan(epoch), steps, world.rank, world.size)
         if self._offset:  # the number of steps of another epoch takes all ranks, which are not at the same place
             return
-        while self.end_epoch is None or epoch + 1 < self.end_epoch:
+        while self._end_epoch is None or epoch + 1 < self._end_epoch:
             epoch += 1
             yield EpochSteps(epoch, self.plan(epoch), range(self._num_planned_steps(epoch)), world.rank, world.size)
 

@@ -39,11 +39,11 @@ from paceline.optim.larc import Larc
 from paceline.parallel.step import Average, Step
 from paceline.speed.verdicts import slow_depthwise
 from paceline.train.divergence import EpochLosses, LossWatch
-from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
 from paceline.train.outlook import Outlook, Pace
 from paceline.train.position import Position
+from paceline.train.stepper import Stepper
 from paceline.train.summary import DataFacts
 
 PROGRESS_S = 0.5
@@ -59,17 +59,17 @@ class Logbook:
         self,
         watchers: Sequence[Callback],
         progress: Progress,
-        engine: Engine,
-        position: Position,
+        stepper: Stepper,
+        position: Callable[[], Position],
         meter: Meter,
         more: Callable[[], dict[str, float]] = dict,
         losses: LossWatch | None = None,
         scalars: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`more` returns further numbers of the last step, `scalars` those of the task since the last line, on all
-        ranks; they are read from the device when something is logged."""
+        """`position` returns the current position, `more` further numbers of the last step, `scalars` those of the task
+        since the last line, on all ranks; they are read from the device when something is logged."""
         self._scalars = scalars
-        self._watchers, self._progress, self._engine, self._position = watchers, progress, engine, position
+        self._watchers, self._progress, self._stepper, self._where = watchers, progress, stepper, position
         self._meter, self._clock, self._more = meter, meter.clock, more
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
@@ -87,11 +87,11 @@ class Logbook:
         self._stage: str | None = None
         self._padding: float | None = None
         self._epoch_losses = EpochLosses()
-        self.losses = losses or LossWatch(None, position)
+        self.losses = losses or LossWatch(None)
         """Judge of the losses that were read."""
         self.loss = float("nan")
         """Loss of the last step that was read."""
-        engine.on_average(self._complete)
+        stepper.on_average(self._complete)
 
     def start(self, info: RunInfo) -> None:
         self._folder = info.folder
@@ -100,7 +100,7 @@ class Logbook:
             self._started.append(watcher)
 
     def note(self, step: Step, batch: Batch) -> None:
-        self._pending.append((step, self._engine.rate))
+        self._pending.append((step, self._stepper.rate))
         self._speed.num_samples += batch.num_samples
         self._meter.note(batch)
 
@@ -116,7 +116,7 @@ class Logbook:
         `TooManySkipped`, once they are logged.
         """
         self._flush()
-        self._engine.skips.check(self._engine.num_steps)
+        self._stepper.skips.check(self._stepper.num_steps)
 
     def _flush(self) -> None:
         ready = [entry for entry in self._pending if not entry[0].is_local]
@@ -124,11 +124,12 @@ class Logbook:
             return
         self._pending = [entry for entry in self._pending if entry[0].is_local]
         losses, norms = _read_numbers([step for step, _ in ready])
-        skipped, _ = self._engine.skips.state()
+        skipped, _ = self._stepper.skips.state()
         self._clock.lap("compute")  # what was waited for is the device
         self._meter.settle()
         self.loss = losses[-1]
-        self.losses.note((step.number, loss) for (step, _), loss in zip(ready, losses, strict=True))
+        noted = [(step.number, loss) for (step, _), loss in zip(ready, losses, strict=True)]
+        self.losses.note(noted, self._position.stage_began)
         self._mean.add(losses)
         scalars = self._scalars()  # of all ranks
         if self._watchers:
@@ -142,12 +143,12 @@ class Logbook:
                 for watcher in self._watchers:
                     watcher.step(records)
         self._look_ahead()
-        self._progress.step(self._position.step, self.loss, self._engine.rate, skipped, self._whole)
+        self._progress.step(self._position.step, self.loss, self._stepper.rate, skipped, self._whole)
         self._clock.lap("logging")
 
     def _look_ahead(self) -> None:
         """Estimate how far the run is and what is left of it, and log that from time to time."""
-        now_s, num_steps, total = time.monotonic(), self._engine.num_steps, self._outlook.total_steps
+        now_s, num_steps, total = time.monotonic(), self._stepper.num_steps, self._outlook.total_steps
         if total is not None and self._pace is not None:
             self._whole = Whole(num_steps / total, self._pace.left_s(num_steps, now_s, total))
         if not self._watchers or not self._speed.is_due(now_s):
@@ -175,7 +176,7 @@ class Logbook:
         analysis: Analysis | None = None,
     ) -> None:
         self.flush()
-        step = self._engine.num_steps - 1
+        step = self._stepper.num_steps - 1
         record = ValidationRecord(step, self._epoch, round(seconds, 6), metrics, samples, analysis).to_json()
         with self._writing():
             for watcher in self._watchers:
@@ -196,12 +197,12 @@ class Logbook:
         self._progress.epoch(outlook.title(self._position.epoch), outlook.epoch_steps, self._position.step)
         self._clock.lap("logging")
         if self._pace is None:
-            self._pace = Pace(self._engine.num_steps, time.monotonic())
+            self._pace = Pace(self._stepper.num_steps, time.monotonic())
             self._speed.begin(self._clock.read())
-        self._meter.begin_epoch(feed, is_resumed=self._position.step > 0)
+        self._meter.begin_epoch(feed, self._position.epoch, self._position.step)
         earlier = self._meter.earlier
         self._first, self._mean = self._position.step, Mean(earlier.losses, earlier.num_losses)
-        self._skipped = self._engine.skips.state()[0] - earlier.skipped
+        self._skipped = self._stepper.skips.state()[0] - earlier.skipped
         self._is_in_epoch = True
 
     def end_epoch(self) -> None:
@@ -211,7 +212,7 @@ class Logbook:
         self._is_in_epoch = False
         self._flush()
         self._write_epoch()
-        self._engine.skips.check(self._engine.num_steps)
+        self._stepper.skips.check(self._stepper.num_steps)
 
     def _write_epoch(self) -> None:
         steps, earlier = self._position.step - self._first, self._meter.earlier  # of this launch, and of those before
@@ -219,17 +220,17 @@ class Logbook:
             return  # saved at the very end of an epoch
         launch, whole = self._meter.end_epoch() if steps else (self._meter.recall(), None)
         loss = self._mean.value
-        skipped = self._engine.skips.state()[0] - self._skipped
+        skipped = self._stepper.skips.state()[0] - self._skipped
         record = replace(
             launch,
-            step=self._engine.num_steps - 1,
+            step=self._stepper.num_steps - 1,
             epoch=self._epoch,
             stage=self._stage,
             steps=steps or earlier.steps,
             loss=loss,
             skipped=skipped,
             padding=self._padding,
-            **self._engine.counters(),
+            **self._stepper.counters(),
         )
         findings = verdict(record, [slow_depthwise])
         if whole is not None and earlier.steps:
@@ -268,14 +269,14 @@ class Logbook:
         if self._position.step == 0:
             return None
         steps = self._meter.earlier.steps + self._position.step - self._first
-        skipped = self._engine.skips.state()[0] - self._skipped
+        skipped = self._stepper.skips.state()[0] - self._skipped
         ranks, losses = tuple(self._meter.so_far()), tuple(self._mean.parts)
         return EpochSums(steps, losses, self._mean.number, skipped, ranks).state()
 
     @property
     def _is_written(self) -> bool:
         """True if the journal has the epoch that ends with the last step; there is one on the first rank only."""
-        last = self._engine.num_steps - 1
+        last = self._stepper.num_steps - 1
         return all(watcher.last_epoch == last for watcher in self._watchers if isinstance(watcher, Journal))
 
     def _tell_findings(self, findings: list[Finding]) -> None:
@@ -328,6 +329,10 @@ class Logbook:
             if self._folder is None or not is_full(error):
                 raise
             raise DiskFull(self._folder, error, "free some space there, then go on with `--resume auto`") from error
+
+    @property
+    def _position(self) -> Position:
+        return self._where()
 
     @property
     def _title(self) -> str:
@@ -411,8 +416,8 @@ def speeds(record: EpochRecord, units: Units) -> list[str]:
     return phrases
 
 
-def notes(engine: Engine, larc: Larc | None) -> dict[str, float]:
+def notes(stepper: Stepper, larc: Larc | None) -> dict[str, float]:
     """Return numbers of the last step beside its loss: the loss scale, and LARC's learning rates by parameter."""
-    scale = {"loss_scale": engine.scale.current()} if engine.precision.scaled else {}
-    rates = {} if larc is None else larc.rates(engine.prepared.optimizer_names())
+    scale = {"loss_scale": stepper.scale.current()} if stepper.precision.scaled else {}
+    rates = {} if larc is None else larc.rates(stepper.prepared.optimizer_names())
     return {**scale, **{f"larc/{name}": rate for name, rate in rates.items()}}

@@ -25,10 +25,10 @@ from paceline.observe.throughput import Units, peak_flops
 from paceline.speed import precision
 from paceline.speed.compile import Compiled, compiled_so_far
 from paceline.train import step_profile
-from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.prepare import sums_in_tree
-from paceline.train.step_profile import BackwardWatch
+from paceline.train.step_profile import BackwardWatch, WatchedPass
+from paceline.train.stepper import Stepper
 from paceline.train.task import CountsFlops, Task
 
 
@@ -47,31 +47,30 @@ class Meter:
     """Instruments of one rank. Those of all ranks are combined once an epoch."""
 
     def __init__(
-        self, clock: Clock, engine: Engine, task: Task, config: TrainConfig, so_far: Mapping[str, Any] | None = None
+        self, clock: Clock, stepper: Stepper, task: Task, config: TrainConfig, so_far: Mapping[str, Any] | None = None
     ) -> None:
         """`so_far` are the sums of an epoch that a checkpoint is in the middle of."""
-        self.clock, self._engine, self._task, self._config = clock, engine, task, config
+        self.clock, self._stepper, self._task, self._config = clock, stepper, task, config
         self.earlier = EpochSums.load(so_far)
         self._before = self._ended = clock.read()
         self._compiled = compiled_so_far()
-        self._device = None if engine.device.type == "cpu" else precision.capabilities(engine.device)
+        self._device = None if stepper.device.type == "cpu" else precision.capabilities(stepper.device)
         self._feed: Feed | None = None
         self.units = Units()
         self._core_wait_s: float | None = None
         self._lengths: NDArray[Any] | None = None
         self._num_noted, self._num_profiles = 0, 0
         self._backward: list[float] = []
+        self._watched: WatchedPass | None = None
 
-    def begin_epoch(self, feed: Feed, is_resumed: bool = False) -> None:
-        """Start the measurements of an epoch; `is_resumed` if steps of it were done by an earlier launch."""
+    def begin_epoch(self, feed: Feed, epoch: int, step: int) -> None:
+        """Start the measurements of an epoch; its steps before `step` were done by earlier launches."""
         clock = self.clock
-        if not is_resumed:
+        if step == 0:
             self.earlier = EpochSums()
-        if isinstance(clock, DeviceClock):
-            clock.meets_on_host = self._engine.prepared.strategy.meets_on_host
-        clock.begin_epoch()
-        self._order_s = self._engine.prepared.strategy.order_s
-        self._began_at = self._engine.position.epoch, self._engine.position.step
+        clock.begin_epoch(meets_on_host=self._stepper.prepared.strategy.meets_on_host)
+        self._order_s = self._stepper.prepared.strategy.order_s
+        self._began_at = epoch, step
         self._before, self._core_wait_s = clock.read(), core_wait_s()
         self._between = elapsed(self._ended, self._before)
         self._num_samples, self._count, self._length, self._work, self._grains = 0, 0.0, 0.0, 0.0, 0
@@ -85,7 +84,7 @@ class Meter:
         if self._lengths is not None and total is not None:
             self._stretch = total / (float(self._lengths.sum(dtype=float)) or 1.0)
         task = self._task
-        flops = task.flops(self._engine.model) if isinstance(task, CountsFlops) else None
+        flops = task.flops(self._stepper.model) if isinstance(task, CountsFlops) else None
         self.units = Units(task.sample_unit, task.length_unit, task.count_unit, flops, task.rate_words)
 
     def note(self, batch: Batch) -> None:
@@ -102,18 +101,20 @@ class Meter:
 
     def _watch_backward(self) -> None:
         """Watch some backwards of the launch, where the host knows when they are done."""
-        engine, prepared = self._engine, self._engine.prepared
+        stepper, prepared = self._stepper, self._stepper.prepared
         if self._num_noted == step_profile.FIRST_WATCHED:
-            if engine.device.type == "cpu" and not engine.precision.compile and prepared.shards is None:
-                engine.watch = BackwardWatch(prepared.strategy.parameters)
+            if stepper.device.type == "cpu" and not stepper.precision.compile and prepared.shards is None:
+                self._watched = WatchedPass(prepared.grains, BackwardWatch(prepared.strategy.parameters))
+                stepper.use_pass(self._watched)
         else:
             self._end_watch()
 
     def _end_watch(self) -> None:
-        if self._engine.watch is not None:
-            self._backward = self._engine.watch.medians()
-            self._engine.watch.close()
-            self._engine.watch = None
+        if self._watched is not None:
+            self._backward = self._watched.watch.medians()
+            self._watched.watch.close()
+            self._stepper.use_pass(self._watched.grains)
+            self._watched = None
 
     def settle(self) -> None:
         """Read what the device has counted, and do what was put off. Called when the device was waited for anyway."""
@@ -130,13 +131,13 @@ class Meter:
         those numbers that can be had of the whole epoch. All ranks must call it."""
         self._end_watch()
         now, compiled = self.clock.read(), compiled_so_far()
-        ranks = self._engine.link.gather_objects(self._measured(now, compiled))
+        ranks = self._stepper.link.gather_objects(self._measured(now, compiled))
         self.clock.lap("communication")
         self._ended, self._compiled = now, compiled
         name = None if self._device is None else self._device.name
         peak = None if name is None else peak_flops(name, self._dtype)
         launch = epoch_record(ranks, self.units, device=name, peak_flops=peak)
-        hosts = list(self._engine.link.hosts)
+        hosts = list(self._stepper.link.hosts)
         shares = core_shares(hosts, [rank.cores for rank in ranks])
         launch = replace(launch, hosts=hosts, core_shares=shares, way=self._way(), profile=self._profile(ranks))
         return launch, whole_record(join_launches(self.earlier.ranks, ranks), self.units)
@@ -144,15 +145,15 @@ class Meter:
     def _profile(self, ranks: Sequence[RankEpoch]) -> Profile | None:
         """Return the profile of the epoch for its record, in the first epochs of a launch."""
         feed = self._feed
-        if feed is None or not self._engine.link.is_first or self._num_profiles == step_profile.NUM_EPOCHS:
+        if feed is None or not self._stepper.link.is_first or self._num_profiles == step_profile.NUM_EPOCHS:
             return None
         self._num_profiles += 1
         steps = step_profile.thinned([rank.steps for rank in ranks])
         epoch, first = self._began_at
         plan = None if feed.is_stream else feed.plan(epoch)
         return replace(
-            step_profile.sizes(self._engine.prepared),
-            device=self._engine.device.type,
+            step_profile.sizes(self._stepper.prepared),
+            device=self._stepper.device.type,
             steps=steps,
             costs=[] if plan is None else step_profile.costs(plan, [first + int(row[0]) for row in steps[0]]),
             epoch_steps=0 if plan is None else plan.num_steps,
@@ -170,13 +171,13 @@ class Meter:
     def so_far(self) -> list[RankEpoch]:
         """Return the measurements of the epoch by rank, of this launch and those before. All ranks must call it."""
         measured = self._measured(self.clock.read(), self._compiled)
-        return join_launches(self.earlier.ranks, self._engine.link.gather_objects(measured))
+        return join_launches(self.earlier.ranks, self._stepper.link.gather_objects(measured))
 
     def _measured(self, now: dict[str, float], compiled: Compiled) -> RankEpoch:
         """Return the measurements of this rank by this launch."""
         self.settle()
         lately = compiled.since(self._compiled)
-        compiles = self._engine.precision.compile
+        compiles = self._stepper.precision.compile
         return RankEpoch(
             seconds=elapsed(self._before, now),
             between=self._between,
@@ -185,9 +186,9 @@ class Meter:
             length=None if self._lengths is None else self._length,
             work=self._num_samples if self._lengths is None else self._work,
             core_wait_s=None if self._core_wait_s is None else (core_wait_s() or 0.0) - self._core_wait_s,
-            sums_s=max(0.0, self._engine.prepared.strategy.order_s - self._order_s),
+            sums_s=max(0.0, self._stepper.prepared.strategy.order_s - self._order_s),
             host_bytes=_host_bytes(),
-            device_bytes=None if self._device is None else torch.cuda.max_memory_allocated(self._engine.device),
+            device_bytes=None if self._device is None else torch.cuda.max_memory_allocated(self._stepper.device),
             waits=self.clock.waits.numbers,
             steps=self.clock.steps.numbers,
             device=self.clock.device if isinstance(self.clock, DeviceClock) else None,
@@ -197,9 +198,9 @@ class Meter:
         )
 
     def _way(self) -> Way:
-        config, world, feed = self._config, self._engine.link.world, self._feed
+        config, world, feed = self._config, self._stepper.link.world, self._feed
         assert feed is not None
-        chosen = self._engine.precision
+        chosen = self._stepper.precision
         return Way(
             level=4 if chosen.graphs or chosen.kernels else chosen.level,
             highest_level=max(config.possible_levels, default=0),
@@ -218,13 +219,13 @@ class Meter:
             local_size=world.local_size,
             grains_per_rank=self._grains,
             has_bf16=self._device is not None and self._device.bf16,
-            depthwise=has_depthwise(self._engine.model),
+            depthwise=has_depthwise(self._stepper.model),
         )
 
     @property
     def _dtype(self) -> str:
         """Precision of matrix products, by name."""
-        chosen = self._engine.precision
+        chosen = self._stepper.precision
         words = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
         dtype = chosen.weights if chosen.autocast is None else chosen.autocast
         return words.get(dtype, "tf32" if chosen.fp32_matmul == "tf32" else "fp32")

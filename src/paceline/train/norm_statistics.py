@@ -20,7 +20,7 @@ from paceline.core.keys import key
 from paceline.core.together import Exclusion
 from paceline.core.torch_private import BatchNorm
 from paceline.data.fetch import seed_everything
-from paceline.train.engine import Engine
+from paceline.train.stepper import Stepper
 from paceline.train.task import Task
 from paceline.train.validate import FixedSet
 
@@ -54,18 +54,18 @@ def chosen_batches(num_batches: int, most: int) -> range:
     return range(0, num_batches, max(1, num_batches // most))[:most]
 
 
-def measure_statistics(task: Task, engine: Engine, data: FixedSet, most: int, seed: int) -> dict[str, Tensor]:
-    """Return the statistics of the model as `engine.evaluating` shows it, by buffer; the model's own stay as they are.
+def measure_statistics(task: Task, stepper: Stepper, data: FixedSet, most: int, seed: int) -> dict[str, Tensor]:
+    """Return the statistics of the model as `stepper.evaluating` shows it, by buffer; the model's own stay as they are.
 
     A layer that is called several times for a batch has the statistics of its last call. All ranks must call it.
     """
-    link, model = engine.link, engine.model
+    link, model = stepper.link, stepper.model
     layers = norm_layers(model)
     trained = [module for module in model.modules() if module.training] or list(model.modules())
     numbers = chosen_batches(data.plan.num_steps, most)
     total: Tensor | None = None
     num_grains = 0
-    with engine.evaluating(), _last_batch_only(layers, trained), closing(data.loader):
+    with stepper.evaluating(), _last_batch_only(layers, trained), closing(data.loader):
         batches = data.loader.run(data.plan, numbers[link.world.rank :: link.world.size])
         for _ in range(0, len(numbers), link.world.size):
             parts: list[Tensor] = []

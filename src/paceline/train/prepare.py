@@ -213,13 +213,13 @@ def prepare(
     clock: Clock | None = None,
     average: WeightAverage | None = None,
     beside: Sequence[torch.nn.Module] = (),
-    is_for_now: bool = False,
+    shards: bool = True,
 ) -> Prepared:
     """Put a model and its optimizer to work on this rank. Both are changed in place and keep their names.
 
     `beside` are modules that a loss runs, too, and that this optimizer does not train. `average` is the moving average
-    that goes on, if the model was prepared before. A model that `is_for_now` will be released and prepared again before
-    its first step: it is not cut up, which could not be undone. All ranks must call it.
+    that goes on, if the model was prepared before. Without `shards` the model stays whole, because it will be released
+    and prepared again before its first step, and sharding cannot be undone. All ranks must call it.
     """
     _check_pair(model, optimizer)
     _check_state(optimizer, chosen)
@@ -234,7 +234,7 @@ def prepare(
         recompute.recompute(model, config.checkpoint_activations)
     # Equal on all ranks, in the dtype that the model came in.
     _make_equal(model, link)
-    cut = None if is_for_now else _cut(config, link, chosen)
+    cut = _cut(config, link, chosen) if shards else None
     # In which dtype: the optimizer gets the fp32 masters before anything counts on the tensors that it holds.
     masters = _cast(model, optimizer, chosen, cut)
     is_fp32 = chosen.weights is torch.float32
@@ -243,28 +243,28 @@ def prepare(
     if chosen.compile:
         _compile(model, config, cut)
     # Cut up: from here on the optimizer holds shards, if there are any.
-    shards = None if cut is None else _shard(model, optimizer, link, cut)
+    pieces = None if cut is None else _shard(model, optimizer, link, cut)
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
         zero_first_momentum(optimizer)  # the only place: also for an optimizer that the user has made
     if isinstance(optimizer, Layerwise):
         optimizer.whole_vectors = sums_in_tree(config)
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
-    before, average = average, _average(config, named_weights(model, masters, shards))
+    before, average = average, _average(config, named_weights(model, masters, pieces))
     if average is not None:
         average.go_on_from(before)
     statistics = _choose_statistics(model, config, link, beside)
     num_statistics = statistics.num_numbers
-    strategy = _choose_strategy(model, optimizer, config, link, masters, shards, average, clock, num_statistics)
+    strategy = _choose_strategy(model, optimizer, config, link, masters, pieces, average, clock, num_statistics)
     statistics.share()
     autocast = precision.autocast(chosen, link.device)
-    plain = PlainPass(scale, None if chosen.autocast is None else autocast, shards is not None)
+    plain = PlainPass(scale, None if chosen.autocast is None else autocast, pieces is not None)
     return Prepared(
         model=model,
         optimizer=optimizer,
         strategy=strategy,
         statistics=statistics,
         masters=masters,
-        shards=shards,
+        shards=pieces,
         average=average,
         norms=norms,
         input_cast=input_cast,

@@ -18,17 +18,17 @@ from paceline.world.link import Link
 class SaveInterval:
     """Chooses when it has seen two checkpoints."""
 
-    def __init__(self, config: TrainConfig, position: Position, link: Link) -> None:
+    def __init__(self, config: TrainConfig, link: Link) -> None:
         self._is_asked = config.save_every_steps == "auto" and config.out is not None
-        self._failures, self._position, self._link = parse_failures(config.failures), position, link
+        self._failures, self._link = parse_failures(config.failures), link
         self._before: tuple[int, float] | None = None
 
-    def saved(self, began_s: float, ended_s: float, write_s: float) -> str | None:
-        """Note a checkpoint; return a line on the choice if this one has made it. All ranks must call it.
+    def saved(self, position: Position, began_s: float, ended_s: float, write_s: float) -> tuple[int, str] | None:
+        """Note a checkpoint; return the interval and a line on it if this one has decided. All ranks must call it.
 
         `write_s` is how long the one before took until it was on disk.
         """
-        position, before = self._position, self._before
+        before = self._before
         if not self._is_asked or position.save_every is not None:
             return None
         self._before = position.num_steps, ended_s
@@ -38,9 +38,10 @@ class SaveInterval:
         own = ended_s - began_s, (began_s - since_s) / (position.num_steps - steps), write_s
         save_s, step_s, write_s = (max(each) for each in zip(*self._link.gather_objects(own), strict=True))
         nodes = self._link.world.nodes
-        position.save_every = auto_steps(self._failures, nodes, step_s=step_s, save_s=save_s, write_s=write_s)
-        every, fails_s = position.save_every, DAY_S / self._failures.on(nodes).rate
-        return (
+        every = auto_steps(self._failures, nodes, step_s=step_s, save_s=save_s, write_s=write_s)
+        fails_s = DAY_S / self._failures.on(nodes).rate
+        line = (
             f"a checkpoint every {counted(every, 'step')} ({duration(every * step_s)}): one takes "
             f"{1e3 * save_s:.3g} ms, and {counted(nodes, 'node')} may fail every {duration(fails_s)}"
         )
+        return every, line

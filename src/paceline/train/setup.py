@@ -28,24 +28,26 @@ from paceline.parallel.step import Step
 from paceline.speed.precision import Precision
 from paceline.train import exchange, rates
 from paceline.train.checkpoint import reader
+from paceline.train.checkpoint.contents import RunValues
 from paceline.train.checkpoint.format import DIGESTS, STATE, listed
-from paceline.train.engine import Engine
 from paceline.train.probe import Probe
+from paceline.train.stepper import Stepper
 from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task, overrides
 from paceline.world.discover.plugin_launchers import BUILT_IN, plugin_of
 
 
-def prepare(
-    engine: Engine, task: Task, config: TrainConfig, model: torch.nn.Module, *, is_for_now: bool = False
-) -> larc.Larc | None:
-    """Give a model its parameter groups and its optimizer, and prepare both. Returns LARC, where it is asked for."""
-    optimizer = check_optimizer(task, task.optimizer(build.groups(model, config), config, engine.device))
+def prepare(stepper: Stepper, task: Task, config: TrainConfig, model: torch.nn.Module) -> larc.Larc | None:
+    """Give a model its parameter groups and its optimizer, and prepare both. Returns LARC, if the settings ask for it.
+
+    A model whose precision is still to be chosen (`-O4`) is prepared again after the choice, and not sharded before.
+    """
+    optimizer = check_optimizer(task, task.optimizer(build.groups(model, config), config, stepper.device))
     rates.mark_own(optimizer, config.lr)
     layerwise = larc.attach(optimizer, config)
-    engine.prepare(model, optimizer, is_for_now=is_for_now)
+    stepper.prepare(model, optimizer, shards=not stepper.precision.is_open)
     for name, value in vars(task).items():
         if isinstance(value, LRScheduler) and value.optimizer is optimizer:
-            engine.schedulers.add(f"task.{name}", value, optimizer)
+            stepper.schedulers.add(f"task.{name}", value, optimizer)
     return layerwise
 
 
@@ -134,24 +136,24 @@ def check_optimizer(task: Task, optimizer: Any) -> torch.optim.Optimizer:
 
 
 def follow(
-    engine: Engine,
+    stepper: Stepper,
     task: Task,
     schedule: Callable[[int], float],
     config: TrainConfig,
     num_steps: int | None,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Let the engine follow the schedule of the settings and the task's own; return what there is to tell of it."""
-    engine.follow(schedule, peak=config.lr, tell=say)
+    """Let the stepper follow the schedule of the settings and the task's own; return what there is to tell of it."""
+    stepper.follow(schedule, peak=config.lr, tell=say)
     # A task may also keep a scheduler of its own under that name.
-    if isinstance(task, HasScheduler) and callable(task.scheduler) and engine.schedulers.stepped is None:
-        scheduler: Any = task.scheduler(engine.optimizer, num_steps)
+    if isinstance(task, HasScheduler) and callable(task.scheduler) and stepper.schedulers.stepped is None:
+        scheduler: Any = task.scheduler(stepper.optimizer, num_steps)
         if scheduler is not None:  # None: the settings' schedule after all
             if not isinstance(scheduler, LRScheduler):
                 raise NotAScheduler(task, scheduler)
-            engine.follow(scheduler)
-    engine.schedulers.check_length(num_steps)
-    return rates.lines(engine.optimizer, engine.schedulers, config)
+            stepper.follow(scheduler)
+    stepper.schedulers.check_length(num_steps)
+    return rates.lines(stepper.optimizer, stepper.schedulers, config)
 
 
 def begin_stage(task: Task, config: TrainConfig, model: torch.nn.Module, number: int) -> None:
@@ -163,17 +165,15 @@ def begin_stage(task: Task, config: TrainConfig, model: torch.nn.Module, number:
     task.before_stage(model, number)
 
 
-def few_shapes(
-    config: TrainConfig, chosen: Precision, device: torch.device, checkpoint: reader.Checkpoint | None
-) -> bool:
+def few_shapes(config: TrainConfig, chosen: Precision, device: torch.device, resumed: RunValues | None) -> bool:
     """Return True if batches should come in few shapes: at `-O4`, and on a GPU from `-O2` on and in fp16.
 
     A resumed run goes on as it began.
     """
     if config.level == 4:
         return True
-    if checkpoint is not None:
-        return bool(checkpoint.state.get("few_shapes", False))
+    if resumed is not None:
+        return resumed.few_shapes
     return device.type == "cuda" and (chosen.level >= 2 or chosen.scaled)
 
 

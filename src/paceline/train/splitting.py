@@ -118,14 +118,14 @@ def _attempt(
     except (RuntimeError, MemoryError) as error:  # a CPU has no error of its own for it
         if kind_of(error) != "memory":
             raise
-        samples = trainer.config.max_samples // trainer.checkpoints.grains
+        samples = trainer.config.max_samples // trainer.resume.grains
         return _cut(trainer, error, samples, too_large)
     return replace(result, model=trainer.give_model())
 
 
 def _cut(trainer: Trainer, error: BaseException, num_samples: int, too_large: int | None) -> _Cut:
     """Return how to go on; raises the error if there is no way."""
-    before = trainer.checkpoints.grains
+    before = trainer.resume.grains
     after = next_cut(before, num_samples, too_large)
     if after is None:
         raise error

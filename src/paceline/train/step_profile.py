@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.data.grain import Grain
 from paceline.data.plan import Plan, RankPlan
 from paceline.observe.records import Profile
 from paceline.parallel.cut import CannotShard, Cut
 from paceline.parallel.summed import BUCKET_BYTES, grouped
 from paceline.recipes.continual.replay.buffer import ReplayBuffer
+from paceline.train.grains import GrainPass, Loss
 from paceline.train.prepare import Prepared
 
 FIRST_WATCHED, NUM_WATCHED = 3, 8
@@ -70,6 +72,31 @@ class BackwardWatch:
     def medians(self) -> list[float]:
         """Return the seconds of a backward, and those until each bucket is complete; empty if none was seen."""
         return [round(float(value), 7) for value in np.median(self._rows, axis=0)] if self._rows else []
+
+
+class WatchedPass:
+    """Grain pass whose last backward of each step is timed by a `BackwardWatch`."""
+
+    def __init__(self, grains: GrainPass, watch: BackwardWatch) -> None:
+        self.grains, self.watch = grains, watch
+        self.doing = grains.doing
+        self._num_left = 0
+
+    def begin_step(self, divisor: float, num_grains: int) -> None:
+        self._num_left = num_grains
+        self.grains.begin_step(divisor, num_grains)
+
+    def forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
+        return self.grains.forward(loss, grain)
+
+    def backward(self, total: torch.Tensor) -> None:
+        self._num_left -= 1
+        if self._num_left:
+            self.grains.backward(total)
+            return
+        self.watch.begin()
+        self.grains.backward(total)
+        self.watch.end()
 
 
 def sizes(prepared: Prepared) -> Profile:

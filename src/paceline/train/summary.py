@@ -21,9 +21,9 @@ from paceline.optim.schedule import SCHEDULES
 from paceline.parallel import outer
 from paceline.speed import loss_scale, precision
 from paceline.speed.precision import Precision
-from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.prepare import sums_in_tree
+from paceline.train.stepper import Stepper
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
@@ -404,10 +404,10 @@ def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
     return DataFacts(len(feed.data), num_steps, total, length_unit, plan.padding(), num_left_out=left_out)
 
 
-def model_facts(engine: Engine) -> ModelFacts:
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in engine.model.parameters()]
+def model_facts(stepper: Stepper) -> ModelFacts:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in stepper.model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
-    name, way = type(engine.optimizer).__name__, getattr(engine.optimizer, "way", None)
+    name, way = type(stepper.optimizer).__name__, getattr(stepper.optimizer, "way", None)
     return ModelFacts(sum(size for size, _ in sizes), trained, f"{name} (kernels: {way})" if way else name)
 
 
@@ -491,7 +491,11 @@ _NO_EFFECT: list[_Row] = [
     (
         "with `reduce` param or a `wire` that rounds: results depend on the ranks",
         ("sums",),
-        lambda facts: (facts.config.reduce, facts.config.wire) != ("grad", "full") and facts.config.sums == "exact",
+        lambda facts: (
+            (facts.config.reduce, facts.config.wire) != ("grad", "full")
+            and "sums" in facts.config.model_fields_set
+            and facts.config.sums == "exact"
+        ),
     ),
     ("without `shard`", ("shard_modules", "checkpoint_form"), lambda facts: facts.config.shard == "none"),
     (

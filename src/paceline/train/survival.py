@@ -299,7 +299,7 @@ class _Job:
         finally:
             self._rounds.follow(None)
             self._is_asked = self._is_asked or trainer.is_asked_to_stop
-            self._newest_step = trainer.engine.num_steps
+            self._newest_step = trainer.stepper.num_steps
 
     def _of_round(self, round_: Round) -> TrainConfig:
         """Return the settings that the run began with, whatever the number of ranks is now."""

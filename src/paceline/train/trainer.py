@@ -1,4 +1,4 @@
-"""The training loop. Read `Trainer._train_epoch` and `engine.Engine.step` and you know how training works."""
+"""The training loop. Read `Trainer._train_epoch` and `stepper.Engine.step` and you know how training works."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,8 +34,10 @@ from paceline.train import task as tasks
 from paceline.train.autotune import autotuner
 from paceline.train.autotune.shapes import LOOKED_AT
 from paceline.train.checkpoint import state
-from paceline.train.checkpoint.manager import CheckpointManager
+from paceline.train.checkpoint.checkpoints import Checkpoints
+from paceline.train.checkpoint.contents import RunState, RunValues
 from paceline.train.checkpoint.reader import Checkpoint
+from paceline.train.checkpoint.session import RunSession
 from paceline.train.divergence import Diverged, LossWatch, judge_skips, judge_weights, not_finite
 from paceline.train.due import (
     Due,
@@ -51,7 +53,6 @@ from paceline.train.due import (
     outcome_at,
     validates_at_end,
 )
-from paceline.train.engine import Engine
 from paceline.train.feed import DataChanged, Feed, NothingRead, StreamState, TrainingData
 from paceline.train.logbook import Logbook, notes
 from paceline.train.loss import TooManySkipped
@@ -63,7 +64,7 @@ from paceline.train.prepare import sums_in_tree
 from paceline.train.probe import Probe
 from paceline.train.save_interval import SaveInterval
 from paceline.train.scalars import Scalars, calls_log
-from paceline.train.scaling import for_ranks
+from paceline.train.stepper import Stepper
 from paceline.train.survival import Regroup, Survival, price
 from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import UnknownMonitor, Validation, fixed_set
@@ -137,8 +138,7 @@ class Trainer:
     ) -> None:
         """With `survival` a rank that is lost ends the round, not the run, which `train_in_rounds` goes on with."""
         self.clock = make_clock(link.device)
-        config, self._arithmetic = for_ranks(config, link.world.size)
-        self.task, self.config, self.link = task, config, link
+        self.task, self.link = task, link
         self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
         self._probe, self._survival = probe, survival
         self._somebody_joins = False
@@ -148,27 +148,29 @@ class Trainer:
         tasks.check_ranks(task, config, link)  # before anything is written
         name = task.spec or type(task).__name__
         used = setup.plugins_of(task, config, link.world.launcher)
-        self.checkpoints = CheckpointManager(config, link, self.progress, name, goes_on=goes_on, plugins=used)
+        self.session = RunSession(config, link, self.progress.say, name, plugins=used, is_reopened=goes_on)
+        self.resume = self.session.resume
+        self.config = config = self.resume.config
+        self.checkpoints = Checkpoints(self.resume, link, self.progress.say, self.session.on_written)
         checkpoint = self.checkpoints.find_newest(None if survival is None else survival.memory.checkpoint())
-        if self.checkpoints.sums == "fast":  # asked for, or a run that began so
-            self.config = config = config.model_copy(update={"sums": "fast"})
-        stacks.send_to(self.checkpoints.rank_log_file)
-        self.engine = Engine(config, link=link, clock=self.clock)
-        self._few_shapes = setup.few_shapes(config, self.engine.precision, link.device, checkpoint)
-        self.engine.norm_every = config.log_every if probe is None else None
-        self._scalars = Scalars(link, calls_log(type(task)), lambda: self.engine.is_counted)
+        values = None if checkpoint is None else RunValues.of(checkpoint)
+        stacks.send_to(self.session.rank_log_file)
+        norm_every = config.log_every if probe is None else None
+        self.stepper = Stepper(config, link, clock=self.clock, norm_every=norm_every)
+        self._few_shapes = setup.few_shapes(config, self.stepper.precision, link.device, values)
+        self._scalars = Scalars(link, calls_log(type(task)), lambda: self.stepper.is_counted)
         say, add = self.progress.say, self._scalars.add
-        task.attach(Surroundings(config, link, say, self.engine.evaluating, self._few_shapes, add))
+        task.attach(Surroundings(config, link, say, self.stepper.evaluating, self._few_shapes, add))
         self.choice: Choice | None = None
         self._autotuner: autotuner.Autotuner | None = None
-        record = None if checkpoint is None else checkpoint.state.get("choice")
+        record = None if values is None else values.choice
         # A run from before `auto` chose anything goes on as it began.
         is_new = checkpoint is None or record is not None or config.level == 4
         if is_new and autotuner.is_asked(config, precision.capabilities(link.device)):
-            self._autotuner = autotuner.Autotuner(task, config, link, self.progress, lambda: self.engine.wants_stop)
+            self._autotuner = autotuner.Autotuner(task, config, link, self.progress, lambda: self.stepper.wants_stop)
             self._compute_in(self._autotuner, None if record is None else self._autotuner.recall(record))
-        self.position = self.engine.position
-        self._save_interval = SaveInterval(config, self.position, link)
+        self.position = Position()
+        self._save_interval = SaveInterval(config, link)
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
         self._began_stage = -1
@@ -179,29 +181,31 @@ class Trainer:
         """Of the stage that is trained, as the task gave it."""
         self._stream_saved: dict[str, torch.Tensor] = {}
         self._build(is_new=checkpoint is None)
-        self._resumed = None if checkpoint is None else self._resume(checkpoint)
-        self.validation = Validation(task, self.engine, config, self.checkpoints.grains)
+        self._resumed = None if checkpoint is None or values is None else self._resume(checkpoint, values)
+        self.validation = Validation(task, self.stepper, config, self.resume.grains)
         self.timeline = timeline.build(
-            config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
+            config, config.out, link, self.clock, lambda: self.stepper.num_steps, self.progress.say
         )
         callbacks = setup.callbacks(task, config, self.progress.say, watchers) if link.is_first else []
-        so_far = None if checkpoint is None else checkpoint.state.get("so_far")
+        so_far = None if values is None else values.so_far
         del checkpoint  # its tensors are mapped from files, and would keep them on disk
-        meter = Meter(self.clock, self.engine, task, config, so_far)
+        meter = Meter(self.clock, self.stepper, task, config, so_far)
         with ExitStack() as undo:  # from here on there is something to undo: files, a lock, callbacks that have started
+            self.session.open()
+            undo.callback(self.session.fail)
             self.checkpoints.open()
-            undo.callback(self.checkpoints.mark_failed)
-            if self.checkpoints.metrics_file is not None:
-                done, validated = self.engine.num_steps, max(0, self.position.validated)
-                callbacks.insert(0, Journal(self.checkpoints.metrics_file, next_step=done, next_validation=validated))
+            undo.callback(self.checkpoints.fail)
+            if self.session.metrics_file is not None:
+                done, validated = self.stepper.num_steps, max(0, self.position.validated)
+                callbacks.insert(0, Journal(self.session.metrics_file, next_step=done, next_validation=validated))
             self.log = Logbook(
                 callbacks,
                 self.progress,
-                self.engine,
-                self.position,
+                self.stepper,
+                lambda: self.position,
                 meter,
-                lambda: notes(self.engine, self.larc),
-                LossWatch(config.max_loss_ratio, self.position),
+                lambda: notes(self.stepper, self.larc),
+                LossWatch(config.max_loss_ratio, self.position.first_loss),
                 self._scalars.read,
             )
             undo.callback(self.log.end)
@@ -217,7 +221,7 @@ class Trainer:
         saves = self.config.out is not None and self._probe is None
         with StopSignals(self.ask_to_stop, saves=saves, speaks=self.link.is_first) as signals:
             try:
-                with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
+                with rank_log(self.session.rank_log_file, summary.rank_line(self.link)):
                     with log_if_lost(self.link.world):
                         outcome = self._train_stages()
                         self._leave_round_if_asked(outcome)
@@ -228,9 +232,11 @@ class Trainer:
                 if self._survival is not None and (isinstance(error, Regroup) or is_broken_link(error)):
                     self.log.suspend()
                     self.checkpoints.suspend()
+                    self.session.suspend()
                     self.timeline.abandon()
                     raise
-                self.checkpoints.mark_failed("diverged" if isinstance(error, TooManySkipped) else "failed")
+                self.checkpoints.fail()
+                self.session.fail("diverged" if isinstance(error, TooManySkipped) else "failed")
                 self.timeline.abandon()
                 raise
             finally:
@@ -242,17 +248,17 @@ class Trainer:
         if self._survival is not None and self._survival.is_cut_loose():
             os._exit(EXIT_CRASH)  # a signal of the system, not of the user: the others are not to stop because of it
         self.is_asked_to_stop = True
-        self.engine.ask_to_stop()
+        self.stepper.ask_to_stop()
 
     def ask_to_regroup(self) -> None:
         """Leave the round soon, because somebody waits to join; in a thread, as `ask_to_stop`."""
-        self.engine.ask_to_stop()
+        self.stepper.ask_to_stop()
 
     # -- rounds: the ranks that are there --------------------------------------------------------------------------
 
     def _begin_round(self, survival: Survival) -> None:
         """Tell the user and the journal who is there."""
-        num_steps = self.engine.num_steps
+        num_steps = self.stepper.num_steps
         for line in survival.lines(num_steps):
             self.progress.say(line)
         self.log.ranks(survival.record(num_steps, self.position.epoch + 1))
@@ -264,20 +270,18 @@ class Trainer:
         if survival is None or not survival.has_copies:
             return
         self.clock.lap("other")
-        began, few = time.monotonic(), self._few_shapes
+        began = time.monotonic()
         self.log.flush()
-        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
-        self.checkpoints.remember(
-            survival.memory, self.engine, self.position, self.task, self.log.so_far, few_shapes=few, more=more
-        )
-        num_steps = self.engine.num_steps
+        self._keep_first_loss()
+        self.checkpoints.remember(self._state(), survival.memory)
+        num_steps = self.stepper.num_steps
         survival.agree(num_steps, time.monotonic() - began, self.link)
         self.clock.lap("checkpoint")
 
     def _copies_now(self, survival: Survival) -> bool:
         """Return True if a copy is due, and the ranks are together."""
         is_due = self._somebody_joins or survival.is_due(self.position.num_steps)
-        return is_due and self.engine.is_together
+        return is_due and self.stepper.is_together
 
     def _waits_only_for_joiners(self, step: Step) -> bool:
         """Return True if ranks are asked to stop, as of this step on all, and only because somebody waits to join.
@@ -320,7 +324,7 @@ class Trainer:
 
     def _train_stage(self, number: int) -> Outcome:
         """Train one stage, from the position on."""
-        stage, position, config = self.stages[number], self.position, self.config
+        stage, config = self.stages[number], self.config
         if self._began_stage != number:
             self._begin_stage(number)
         feed = self._current = self._feed(number, stage)
@@ -330,14 +334,14 @@ class Trainer:
         if reread is not None:
             self.progress.say(reread)
         epochs = stage.epochs or config.epochs
+        position = self.position
         if position.is_complete and (is_stage_over(config, position, epochs) or is_out_of_patience(config, position)):
             self.progress.say("this run is finished: nothing is left to train")
             return Outcome.EARLY if is_out_of_patience(config, position) else Outcome.EPOCH_DONE
-        position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
+        self.position = replace(position, is_complete=False)  # or it continues: with more epochs, steps or patience
         if not self._set_up(feed):
             self._save()
             return Outcome.STOPPED
-        feed.end_epoch = epochs
         with closing(feed):
             outcome = self._train_epochs(feed, epochs)
         return outcome if outcome is Outcome.STOPPED else self._end_stage(number, outcome)
@@ -352,6 +356,7 @@ class Trainer:
             outcome = self._train_epoch(feed)
             if outcome is not Outcome.STOPPED:
                 outcome = self._end_epoch(outcome)
+            position = self.position
             goes_on = outcome.goes_on and not is_stage_over(config, position, epochs)
             if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
                 self._save()
@@ -359,23 +364,23 @@ class Trainer:
 
     def _train_epoch(self, feed: Feed) -> Outcome:
         """Train on the batches of an epoch, from the position on."""
-        position, engine, clock = self.position, self.engine, self.clock
+        position, stepper, clock = self.position, self.stepper, self.clock
         data = summary.data_facts(feed, position.epoch)
         ahead = outlook(self.config, self.stages, self._began_stage, position, data.num_steps)
         self.log.begin_epoch(feed, data, self._stage_name, ahead)
         ended = outcome_at(self.config, position, data.num_steps)
         if ended is not None:
             return ended  # resumed: it was saved with its last step
-        loss, before_step, after_step = partial(self.task.loss, engine.model), self._before_step, self._after_step
+        loss, before_step, after_step = partial(self.task.loss, stepper.model), self._before_step, self._after_step
         survival, since, wake = self._survival, position.num_steps, self._next_due(feed)
         for batch in self._batches(feed):
             clock.begin_step()
             if before_step is not None:
-                before_step(engine.model, batch)
-            step = engine.step(loss, batch, self._after_backward)
+                before_step(stepper.model, batch)
+            step = stepper.step(loss, batch, self._after_backward)
             if after_step is not None:
-                after_step(engine.model, step, batch.grains)
-            position.advance(batch)
+                after_step(stepper.model, step, batch.grains)
+            position = self.position = position.advance(batch)
             self.log.note(step, batch)
             clock.lap("compute")
             if position.num_steps < wake and not self._stop_asked(step):
@@ -384,11 +389,13 @@ class Trainer:
             now = due(self.config, position, self._signals(feed, batch, step), since)
             if now:
                 now = self._attend(now, feed, batch, step, since)
+                position = self.position
                 since, wake = position.num_steps, self._next_due(feed)
             if now.leave is not None:
                 return now.leave
             if survival is not None and self._copies_now(survival):
                 self._remember()  # after all that is due: a round that goes on from here does not come to it again
+                position = self.position
                 wake = self._next_due(feed)
                 if self._somebody_joins:
                     raise Regroup
@@ -410,59 +417,60 @@ class Trainer:
 
     def _attend(self, now: Due, feed: Feed, batch: Batch, step: Step, since: int) -> Due:
         """Come together, log, validate, save: always in this order. Returns what turned out to be due."""
-        position = self.position
-        if now.validate or now.save or not self.engine.is_together:
+        if now.validate or now.save or not self.stepper.is_together:
             self._come_together()
-            step = self.engine.last_step or step
+            step = self.stepper.last_step or step
         signals = self._signals(feed, batch, step)  # the average may have told of a stop or of the end of the data
-        position.is_epoch_over = signals.is_out_of_data or (feed.is_stream and batch.is_last)
-        now = due(self.config, position, signals, since)
+        is_epoch_over = signals.is_out_of_data or (feed.is_stream and batch.is_last)
+        self.position = replace(self.position, is_epoch_over=is_epoch_over)
+        now = due(self.config, self.position, signals, since)
         if now.log:
             self.log.flush()
             self._check_losses()
         if now.validate:
             self._validate()
-            now = due(self.config, position, signals, since)  # the score may say: save, or leave
+            now = due(self.config, self.position, signals, since)  # the score may say: save, or leave
         if now.save:
             began = time.monotonic()
             self._save()
-            chosen = self._save_interval.saved(began, time.monotonic(), self.checkpoints.write_s)
+            chosen = self._save_interval.saved(self.position, began, time.monotonic(), self.checkpoints.write_s)
             if chosen is not None:
-                self.progress.say(chosen)
+                every, line = chosen
+                self.position = replace(self.position, save_every=every)
+                self.progress.say(line)
         self.clock.lap("other")
         return now
 
     def _end_epoch(self, outcome: Outcome) -> Outcome:
-        position = self.position
         self._come_together()
         self.log.end_epoch()
         self._check_losses()
         if not outcome.is_cut_short:
-            position.end_epoch()
-            if is_multiple(position.epoch, self.config.val_every_epochs):
+            self.position = self.position.end_epoch()
+            if is_multiple(self.position.epoch, self.config.val_every_epochs):
                 self._validate()
         tasks.report(self.task)
-        return Outcome.EARLY if is_out_of_patience(self.config, position) else outcome
+        return Outcome.EARLY if is_out_of_patience(self.config, self.position) else outcome
 
     def _end_stage(self, number: int, outcome: Outcome) -> Outcome:
         """Let the task end the stage, validate if that is still to do, and save."""
         self._check_losses(is_over=True)
-        position, is_last = self.position, number + 1 == len(self.stages)
-        is_unseen = not self.validation.is_empty and not position.is_fresh
+        is_last = number + 1 == len(self.stages)
+        is_unseen = not self.validation.is_empty and not self.position.is_fresh
         validates = is_unseen and validates_at_end(self.config, outcome, is_last_stage=is_last)
         if validates:
             self._save()  # a validation may take long, and may fail: no step is lost with it
-            if any(self.link.gather_objects(self.engine.wants_stop)):
+            if any(self.link.gather_objects(self.stepper.wants_stop)):
                 return Outcome.STOPPED
-        with self.engine.whole_statistics():
-            self.task.after_stage(self.engine.model, number)
+        with self.stepper.whole_statistics():
+            self.task.after_stage(self.stepper.model, number)
         self.clock.lap("setup")
         if validates:
             self._validate(is_due=not is_last)
             tasks.report(self.task)
-        position.is_complete = is_last
+        self.position = replace(self.position, is_complete=is_last)
         if not is_last:
-            position.begin_stage(number + 1)
+            self.position = self.position.enter_stage(number + 1)
         self._save()
         return outcome
 
@@ -470,7 +478,7 @@ class Trainer:
 
     def _signals(self, feed: Feed, batch: Batch, step: Step) -> Signals:
         stop = self._stop_asked(step) and not self._somebody_joins
-        return Signals(stop, self.engine.is_together, _is_out_of_data(feed, step), batch.is_last)
+        return Signals(stop, self.stepper.is_together, _is_out_of_data(feed, step), batch.is_last)
 
     def _stop_asked(self, step: Step) -> bool:
         """Return True if any rank was asked to stop, as of the same step on all.
@@ -480,15 +488,15 @@ class Trainer:
         if self._probe is not None and self._probe.is_over:
             return True
         if self.link.world.size == 1:
-            return self.engine.wants_stop
+            return self.stepper.wants_stop
         if step.ranks_to_stop is None:
             return False  # ranks step apart, and learn of it with their next average
         on_host = step.ranks_to_stop.device.type == "cpu"
-        return (on_host or is_multiple(self.engine.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
+        return (on_host or is_multiple(self.stepper.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
 
     def _come_together(self) -> None:
         self.clock.lap("other")
-        self.engine.sync()
+        self.stepper.sync()
         self.clock.lap("communication")
 
     def _validate(self, *, is_due: bool = True) -> None:
@@ -502,43 +510,51 @@ class Trainer:
         metrics = checks.run()
         if metrics:
             try:
-                self.validation.judge(self.position, is_due=is_due)
+                self.position = self.validation.judge(self.position, is_due=is_due)
             except UnknownMonitor:
+                self.position = replace(self.position, validated=self.position.num_steps, score=None)
                 self._save()  # no step is lost with a misspelt name
                 raise
             if is_due and self.position.score is not None:
-                self.engine.schedulers.validated(self.position.score)
+                self.stepper.schedulers.validated(self.position.score)
             self.log.validation(metrics, checks.samples, checks.seconds, checks.analysis)
         self.clock.lap("validation")
 
     def _measure_average(self) -> None:
         """Measure the batch-norm statistics of a mean of weights (`swa_start`), which no step has made."""
-        engine, step = self.engine, self.engine.num_steps
-        average = engine.prepared.average
+        stepper, step = self.stepper, self.stepper.num_steps
+        average = stepper.prepared.average
         if average is None or not average.wants_statistics(step) or self._measured == step:
             return
-        if not norm_layers(engine.model):
+        if not norm_layers(stepper.model):
             return
         self._measured = step
         assert self._stage_data is not None, "a stage has its data before its first step"
-        batches = fixed_set(self.task, engine, self.config, self.checkpoints.grains, "training data", self._stage_data)
+        batches = fixed_set(self.task, stepper, self.config, self.resume.grains, "training data", self._stage_data)
         average.statistics = measure_statistics(
-            self.task, engine, batches, self.config.swa_statistics, self.config.seed
+            self.task, stepper, batches, self.config.swa_statistics, self.config.seed
         )
 
     def _save(self) -> None:
         self.clock.lap("other")
         trail.doing = SAVING
         self.log.flush()  # a step is written down before a checkpoint that contains it
+        self._keep_first_loss()
         self._check_weights()
         self._measure_average()
         score = self.position.score if self.position.is_fresh else None
-        few = self._few_shapes
-        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
-        self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far, few_shapes=few, more=more)
+        self.checkpoints.save(self._state(), score)
         self.clock.lap("checkpoint")
         if self._survival is not None and self._survival.is_renewed:
             self._remember()  # not older than any checkpoint
+
+    def _keep_first_loss(self) -> None:
+        self.position = replace(self.position, first_loss=self.log.losses.first_loss)
+
+    def _state(self) -> RunState:
+        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
+        choice, few = self.session.choice, self._few_shapes
+        return RunState(self.stepper, self.position, self.task, self.log.so_far, choice, few, more)
 
     def _place_in_stream(self, epoch: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
         """Return the part of a checkpoint that says where a stream is, if it knows."""
@@ -553,17 +569,17 @@ class Trainer:
         """Raise `Diverged` on all ranks if losses or skipped steps say so; `is_over` if the stage has no more steps."""
         if self._probe is not None:
             return
-        why = self.log.losses.verdict(is_over=is_over)
+        why = self.log.losses.verdict(self.position.num_steps, is_over=is_over)
         if why is None and is_over:
-            everyones = self.link.gather_objects(self.engine.skips.state()[0])  # with `reduce: param` each has its own
-            why = judge_skips(max(everyones), self.engine.num_steps)
+            everyones = self.link.gather_objects(self.stepper.skips.state()[0])  # with `reduce: param` each has its own
+            why = judge_skips(max(everyones), self.stepper.num_steps)
         if why is not None:
             raise Diverged(why)
 
     def _check_weights(self) -> None:
         """Raise `Diverged` on all ranks if a weight is not finite: such weights are never saved."""
         if self._probe is None:
-            names = self.link.gather_objects(not_finite(self.engine.prepared))  # shards are of one rank each
+            names = self.link.gather_objects(not_finite(self.stepper.prepared))  # shards are of one rank each
             why = judge_weights(sorted({name for each in names for name in each}))
             if why is not None:
                 raise Diverged(why)
@@ -579,27 +595,25 @@ class Trainer:
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
-            self._after_backward = lambda: self.task.after_backward(self.engine.model)
+            self._after_backward = lambda: self.task.after_backward(self.stepper.model)
         self._before_step = self.task.before_step if overrides(self.task, "before_step") else None
         self._after_step = setup.after_step(self.task, self._probe)
 
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
-        autotuner.put_kernels(self.task, model, self.engine.precision, self.progress.say)
-        # Where `-O4` has still to choose, the model is copied and prepared again.
-        is_for_now = self.engine.precision.is_open
-        self.larc = setup.prepare(self.engine, self.task, self.config, model, is_for_now=is_for_now)
+        autotuner.put_kernels(self.task, model, self.stepper.precision, self.progress.say)
+        self.larc = setup.prepare(self.stepper, self.task, self.config, model)
 
-    def _resume(self, checkpoint: Checkpoint) -> str:
+    def _resume(self, checkpoint: Checkpoint, values: RunValues) -> str:
         """Restore everything. Returns where the run goes on, in words."""
-        position = Position(**checkpoint.state["position"])
+        position = Position.load(values.position)
         for number in range(position.num_begun_stages):
             self._begin_stage(number)
-        state.restore(self.engine, checkpoint.parts, checkpoint.state["engine"])
-        self.position.load(checkpoint.state["position"])
+        state.restore(self.stepper, checkpoint.parts, values.engine)
+        self.position = position
         tasks.load_state(self.task, dict(checkpoint.parts.get("task", {})))
         self._stream_saved = {name: tensor.clone() for name, tensor in checkpoint.parts.get("stream", {}).items()}
-        self.checkpoints.check_precision(checkpoint, self.engine.precision.name)
+        self.resume.check_precision(values.precision, self.stepper.precision.name)
         resumed = f"after step {position.num_steps} ({checkpoint.path.name})"
         if self._survival is None or self._survival.memory.step is None:
             self.progress.say(f"resumed {resumed}")
@@ -607,24 +621,21 @@ class Trainer:
 
     def _begin_stage(self, number: int) -> None:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
-        stage, model = self.stages[number], self.engine.model
+        stage, model = self.stages[number], self.stepper.model
         before = build.signature(model)
-        with self.engine.whole_statistics():
+        with self.stepper.whole_statistics():
             setup.begin_stage(self.task, self.config, model, number)
         changed = before != build.signature(model)
         if changed or (stage.restart_optimizer and number > 0):
-            self.engine.release()
+            self.stepper.release()
             self._prepare(model)
         if changed and not stage.restart_optimizer and number > 0:
             self.progress.say(f"stage {stage.name!r} changed the model: the optimizer starts anew")
-        if changed and self.engine.precision.compile:
+        if changed and self.stepper.precision.compile:
             self.progress.say(f"stage {stage.name!r} changed the model: it is compiled again")
-        self.position.stage_began = self.engine.num_steps
+        self.position = self.position.begin_stage(restarts_schedule=stage.restart_schedule or number == 0)
         if stage.restart_schedule:
-            self.engine.schedulers.restart()
-        if stage.restart_schedule or number == 0:
-            self.position.schedule_began = self.engine.num_steps
-            self.position.scores = []
+            self.stepper.schedulers.restart()
         self._began_stage = number
 
     def _feed(self, number: int, stage: Stage) -> Feed:
@@ -640,10 +651,11 @@ class Trainer:
             TrainingData(data, collate or source.collate, lengths, tasks.counts_of(task, data)),
             config,
             self.link,
-            grains=self.checkpoints.grains,
+            grains=self.resume.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
             clock=self.clock,
             in_blocks=sums_in_tree(config),
+            end_epoch=stage.epochs or config.epochs,
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")
@@ -659,16 +671,16 @@ class Trainer:
     def _check_data(self, feed: Feed) -> None:
         if self.position.data not in (None, feed.fingerprint) and not self.config.allow_change:
             raise DataChanged
-        self.position.data = feed.fingerprint
+        self.position = replace(self.position, data=feed.fingerprint)
 
     def _set_up(self, feed: Feed) -> bool:
         """Make everything ready for the first step of a stage that is begun or goes on; False if it was stopped."""
-        if self.config.swa_start is not None and feed.is_stream and norm_layers(self.engine.model):
+        if self.config.swa_start is not None and feed.is_stream and norm_layers(self.stepper.model):
             raise StatisticsNeedLength
         if self._autotuner is not None and not self._tune(self._autotuner, feed):
             return False
         if self._few_shapes:
-            autotuner.plan_shapes(self.engine, self.task, feed, self.progress, self._epochs_ahead(feed))
+            autotuner.plan_shapes(self.stepper, self.task, feed, self.progress, self._epochs_ahead(feed))
         remarks = self._follow(feed)
         self._introduce(feed, remarks)
         if self._probe is not None:
@@ -680,22 +692,22 @@ class Trainer:
     def _tune(self, tuner: autotuner.Autotuner, feed: Feed) -> bool:
         """Choose the fastest way to compute a step, if that is not done, and set it up for a stage; False if the run
         was asked to stop before there was a choice."""
-        engine = self.engine
-        if engine.precision.is_open:
+        stepper = self.stepper
+        if stepper.precision.is_open:
             # A run that is resumed, but not with what it chose before: its optimizer goes on.
-            carried = state.carried(engine) if engine.num_steps else None
-            model = engine.model
+            carried = state.carried(stepper) if stepper.num_steps else None
+            model = stepper.model
             tuned = tuner.choose(model, feed)
             if tuned is None:
                 return False
             self._compute_in(tuner, tuned)
-            engine.release()
+            stepper.release()
             self._prepare(model)
             if carried is not None:
-                state.restore(engine, *carried)
+                state.restore(stepper, *carried)
         epochs = self._epochs_ahead(feed)
-        autotuner.record_shapes(engine, self.task, feed, self.progress, epochs, self._scalars)
-        self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
+        autotuner.record_shapes(stepper, self.task, feed, self.progress, epochs, self._scalars)
+        self.session.keep_choice(None if self.choice is None else self.choice.record())
         return True
 
     def _epochs_ahead(self, feed: Feed) -> range:
@@ -705,20 +717,20 @@ class Trainer:
         return range(position.epoch, max(position.epoch + 1, ahead.epochs or position.epoch + LOOKED_AT))
 
     def _compute_in(self, tuner: autotuner.Autotuner, tuned: autotuner.Tuned | None) -> None:
-        """Settle the engine on what the autotuner has chosen; None: nothing yet."""
+        """Settle the stepper on what the autotuner has chosen; None: nothing yet."""
         self.choice = None if tuned is None else tuned.choice
-        self.engine.settle(tuner.initial if tuned is None else tuned.precision)
+        self.stepper.settle(tuner.initial if tuned is None else tuned.precision)
 
     def _follow(self, feed: Feed) -> list[str]:
-        """Let the engine follow the learning rates; return what there is to tell of them."""
+        """Let the stepper follow the learning rates; return what there is to tell of them."""
         rate = self._schedule(feed)
         if self._probe is None or self._probe.schedule is None:
             say = self.progress.say
-            remarks = setup.follow(self.engine, self.task, rate, self.config, self._schedule_steps, say)
-            if self.engine.schedulers.waits_for_scores and not self._validates:
+            remarks = setup.follow(self.stepper, self.task, rate, self.config, self._schedule_steps, say)
+            if self.stepper.schedulers.waits_for_scores and not self._validates:
                 remarks.append("learning rate: ReduceLROnPlateau moves it after validations, and there are none")
             return remarks
-        self.engine.follow(rate)
+        self.stepper.follow(rate)
         return []
 
     @property
@@ -732,7 +744,7 @@ class Trainer:
             self._schedule_steps = self.config.steps
             return self._probe.schedule
         self._schedule_steps = schedule_steps(self.config, self.stages, self._began_stage, feed, self._feed)
-        scores = self.position.scores if self._validates else None
+        scores = (lambda: self.position.scores) if self._validates else None
         rate = schedule.build(self.config, self._schedule_steps, scores)
         began, start, constant = self.position.schedule_began, self.config.swa_start, self.config.swa_lr
         if start is None or constant is None:
@@ -745,7 +757,7 @@ class Trainer:
             type(self.task).__name__,
             self.config.out,
             settings,
-            self.engine.num_steps,
+            self.stepper.num_steps,
             self.link.world.size,
             self.ask_to_stop,
         )
@@ -767,10 +779,10 @@ class Trainer:
             config=self.config,
             world=self.link.world,
             seats=self.link.gather_objects(summary.seat(self.link)),
-            grains=self.checkpoints.grains,
-            precision=self.engine.precision,
+            grains=self.resume.grains,
+            precision=self.stepper.precision,
             data=data,
-            model=summary.model_facts(self.engine),
+            model=summary.model_facts(self.stepper),
             validation=self.validation.sizes,
             schedule_steps=self._schedule_steps,
             stage=self._stage_name,
@@ -782,7 +794,7 @@ class Trainer:
             has_own_rates=bool(more),
         )
         self.progress.table(summary.rows(facts))
-        arithmetic = [self._arithmetic] if self._arithmetic else []
+        arithmetic = [self.resume.arithmetic] if self.resume.arithmetic else []
         remarks = [
             *summary.room_for_more(facts.world),
             *summary.idle_ranks(facts),
@@ -792,23 +804,24 @@ class Trainer:
         ]
         if self._survival is not None:
             remarks.append(price(self.config))
-        for line in [*arithmetic, *self.engine.precision.notes, *more, *remarks]:
+        for line in [*arithmetic, *self.stepper.precision.notes, *more, *remarks]:
             self.progress.say(line)
 
     # -- the way out ---------------------------------------------------------------------------------------------
 
     def _close(self, status: str) -> Result:
-        self.engine.sync()
-        self.engine.prepared.statistics.total()
+        self.stepper.sync()
+        self.stepper.prepared.statistics.total()
         trail.doing = SAVING
-        self.checkpoints.close(status)
+        self.checkpoints.close()
+        self.session.close(status)
         self.clock.lap("checkpoint")
         self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
-        is_delivered = self.checkpoints.deliver()
+        is_delivered = self.session.deliver()
         self.clock.lap("checkpoint")
-        for line in autotuner.closing_lines(self.engine) if self._autotuner is not None else []:
+        for line in autotuner.closing_lines(self.stepper) if self._autotuner is not None else []:
             self.progress.say(line)
         if status == "stopped":
             why = stop_reason(self.link)
@@ -818,7 +831,7 @@ class Trainer:
         last, best = self.link.broadcast_object(self.checkpoints.ends())
         return Result(
             status,
-            self.engine.num_steps,
+            self.stepper.num_steps,
             self.log.loss,
             dict(self.validation.metrics),
             best_score(self.config, self.position),
@@ -828,14 +841,14 @@ class Trainer:
             folder=self.config.out,
             checkpoint=last,
             best=best,
-            address=self.checkpoints.address,
+            address=self.session.address,
             is_delivered=is_delivered,
         )
 
     def give_model(self) -> torch.nn.Module:
         """Return the trained model as a plain one, in evaluation mode, when the run is over. All ranks must call it."""
-        model = self.engine.model
-        self.engine.release()
+        model = self.stepper.model
+        self.stepper.release()
         return model.eval()
 
 

@@ -9,7 +9,7 @@ import difflib
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -22,9 +22,9 @@ from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
 from paceline.data.torch_loader import take_out
 from paceline.observe.records import Analysis, Samples
-from paceline.train.engine import Engine
 from paceline.train.evaluation import NotASet, check_set, evaluate, evaluation_plan
 from paceline.train.position import Position
+from paceline.train.stepper import Stepper
 from paceline.train.task import AnalysesErrors, ShowsSamples, Task, lengths_of, val_data_of
 from paceline.world.consistency import check_same
 
@@ -74,7 +74,7 @@ class FixedSet:
 
 
 def fixed_set(
-    task: Task, engine: Engine, config: TrainConfig, grains: int, what: str, data: Any, *, in_order: bool = False
+    task: Task, stepper: Stepper, config: TrainConfig, grains: int, what: str, data: Any, *, in_order: bool = False
 ) -> FixedSet:
     """Cut a data set into batches of a training grain's size, or of `eval_batch`.
 
@@ -93,9 +93,9 @@ def fixed_set(
         data,
         collate=task.collate or loaders_collate,
         seed=config.seed,
-        device=engine.device,
+        device=stepper.device,
         workers=config.workers,
-        local_size=engine.link.world.local_size,
+        local_size=stepper.link.world.local_size,
     )
     return FixedSet(data, lengths, loader, evaluation_plan(len(data), rule, lengths, in_order=in_order))
 
@@ -109,13 +109,13 @@ class Validation:
     def __init__(
         self,
         task: Task,
-        engine: Engine,
+        stepper: Stepper,
         config: TrainConfig,
         grains: int,
         sets: Mapping[str, Any] | None = None,
     ) -> None:
         """`sets` replace the task's own."""
-        self._task, self._engine, self._config = task, engine, config
+        self._task, self._stepper, self._config = task, stepper, config
         self.metrics: dict[str, float] = {}
         """Result of the last run, as `set/metric`."""
         self.samples: Samples = {}
@@ -126,7 +126,7 @@ class Validation:
         """Duration of the last run on this rank."""
         named_sets = self._sets_of_task() if sets is None else sets
         self._sets = {
-            name: fixed_set(task, engine, config, grains, f"validation set {name!r}", data)
+            name: fixed_set(task, stepper, config, grains, f"validation set {name!r}", data)
             for name, data in named_sets.items()
         }
         self._check_ranks()
@@ -137,7 +137,7 @@ class Validation:
         """Return the metrics of all sets, the same numbers on every rank; all ranks must call it."""
 
         def metrics(grain: Grain) -> Mapping[str, Any]:
-            return self._task.metrics(self._engine.model, grain)
+            return self._task.metrics(self._stepper.model, grain)
 
         began = time.perf_counter()
         self.metrics, self.samples, self.analysis = {}, {}, {}
@@ -145,9 +145,9 @@ class Validation:
             return self.metrics
         shows = self._task if isinstance(self._task, ShowsSamples) else None
         limit, seed = self._config.limit_batches, self._config.seed
-        with self._engine.evaluating():
+        with self._stepper.evaluating():
             for name, each in self._sets.items():
-                values = evaluate(metrics, each.loader, each.plan, self._engine.link, limit_batches=limit, seed=seed)
+                values = evaluate(metrics, each.loader, each.plan, self._stepper.link, limit_batches=limit, seed=seed)
                 self.metrics.update({f"{name}/{metric}": value for metric, value in values.items()})
                 if isinstance(self._task, AnalysesErrors):
                     self.analysis[name] = dict(self._task.analysis(name, each.data))
@@ -161,27 +161,27 @@ class Validation:
         for each in self._sets.values():
             each.loader.close()
 
-    def judge(self, position: Position, *, is_due: bool = True) -> None:
-        """Enter the monitored score into the position. Every rank has the same number, so all decide alike.
+    def judge(self, position: Position, *, is_due: bool = True) -> Position:
+        """Return the position with the monitored score. Every rank has the same number, so all decide alike.
 
         A validation that no interval asked for (`is_due` False) decides nothing: neither patience nor the learning rate
         of a run that is given more epochs may depend on where it ended before.
         """
-        position.validated, position.score = position.num_steps, None
+        position = replace(position, validated=position.num_steps, score=None)
         monitor = self._config.monitor or f"{next(iter(self._sets))}/{self._task.monitor}"
         if monitor not in self.metrics:
             if self._config.monitor is None and self._config.patience is None:
-                return  # no loss among the metrics, and nobody asked for a best
+                return position  # no loss among the metrics, and no setting asks for a best
             raise UnknownMonitor(monitor, list(self.metrics))
-        score = position.score = self.metrics[monitor]
+        score = self.metrics[monitor]
+        position = replace(position, score=score)
         if not is_due:
-            return
+            return position
         sign = 1.0 if self._config.monitor_mode == "min" else -1.0
-        position.scores.append(sign * score)
+        position = replace(position, scores=(*position.scores, sign * score))
         if math.isfinite(score) and (position.best is None or sign * score < sign * position.best):
-            position.best, position.bad_validations = score, 0
-        else:
-            position.bad_validations += 1
+            return replace(position, best=score, bad_validations=0)
+        return replace(position, bad_validations=position.bad_validations + 1)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -201,7 +201,7 @@ class Validation:
 
     def _check_ranks(self) -> None:
         """Check that all ranks have the same sets: each of their batches runs on one rank."""
-        link = self._engine.link
+        link = self._stepper.link
         facts: dict[str, Any] = {"list of validation sets": sorted(self._sets)}
         for name, each in self._sets.items() if link.has_group else ():
             facts[f"number of samples of validation set {name!r}"] = len(each.data)
@@ -216,10 +216,10 @@ class Validation:
 
     def _read_samples(self, task: ShowsSamples, each: FixedSet) -> list[dict[str, str]]:
         """Return some samples of a set, always the same: the first of the middle batch, which is of middle length."""
-        link, step = self._engine.link, each.plan.num_steps // 2
+        link, step = self._stepper.link, each.plan.num_steps // 2
         samples: list[dict[str, str]] = []
         if link.world.rank == step % link.world.size:
             for batch in each.loader.run(each.plan, range(step, step + 1)):
                 for grain in batch.grains:
-                    samples += [dict(sample) for sample in task.samples(self._engine.model, grain)]
+                    samples += [dict(sample) for sample in task.samples(self._stepper.model, grain)]
         return [sample for everyone in link.gather_objects(samples[:NUM_SAMPLES]) for sample in everyone]

@@ -55,7 +55,7 @@ def test_what_is_no_range_is_refused(text: str) -> None:
 def profiled(link: Link, out: Path, settings: dict[str, Any]) -> list[float]:
     trained = trainer(SmallTask(), out, link, epochs=3, progress="none", loggers=(), rank_logs=False, **settings)
     trained.fit()
-    assert trained.clock.follower is None
+    assert not trained.clock.is_followed
     return [float(value) for tensor in weights(trained).values() for value in tensor.flatten()]
 
 

@@ -50,14 +50,14 @@ def train(link: Link, settings: dict[str, Any], folder: str | None = None) -> di
     task.seen = []
     trainer = Trainer(task, config, link)
     losses: list[float] = []
-    step = trainer.engine.step
+    step = trainer.stepper.step
 
     def noted(*args: Any) -> Any:
         done = step(*args)
         losses.append(done.loss)
         return done
 
-    trainer.engine.step = noted  # type: ignore[method-assign]
+    trainer.stepper.step = noted  # type: ignore[method-assign]
     trainer.fit()
     buffer = None if task.buffer is None else task.buffer.state()
     seen = [(digest, link.gather_objects(drawn)) for digest, drawn in task.seen]
@@ -65,7 +65,7 @@ def train(link: Link, settings: dict[str, Any], folder: str | None = None) -> di
         "losses": losses,
         "digests": [digest for digest, _ in seen],
         "drawn": [sorted((k, v) for part in drawn for k, v in part.items()) for _, drawn in seen],
-        "weights": {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()},
+        "weights": {name: tensor.clone() for name, tensor in trainer.stepper.model.state_dict().items()},
         "buffer": buffer,
         "class_il": task.results.class_il.tolist(),
         "task_il": task.results.task_il.tolist(),

@@ -48,27 +48,27 @@ def test_no_level_is_the_fastest_known_way(tmp_path: Path, capsys: pytest.Captur
     plain, fast = run(tmp_path, "plain", level=2), run(tmp_path, "fast")
     text = capsys.readouterr().out
     is_hopper = precision.capabilities(torch.device("cuda")).generation == (9, 0)
-    assert fast.engine.precision.graphs
-    assert fast.engine.precision.kernels == is_hopper, text
-    assert fast.engine.recorded is not None
-    assert fast.engine.recorded.graphs.num_plain == 0
-    assert not fast.engine.recorded.graphs.failures
+    assert fast.stepper.precision.graphs
+    assert fast.stepper.precision.kernels == is_hopper, text
+    assert fast.stepper.recorded is not None
+    assert fast.stepper.recorded.graphs.num_plain == 0
+    assert not fast.stepper.recorded.graphs.failures
     assert losses_of(tmp_path / "fast") == pytest.approx(losses_of(tmp_path / "plain"), rel=0.05)
     assert plain._few_shapes
     assert json.loads((tmp_path / "fast/run.json").read_text())["choice"]["way"]["graphs"]
     again = run(tmp_path, "fast", epochs=5, resume="auto", allow_change=True)
-    assert again.engine.precision.name == fast.engine.precision.name
+    assert again.stepper.precision.name == fast.stepper.precision.name
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp16-master"])
 def test_fp16_from_graphs_is_fp16_without(tmp_path: Path, name: Any) -> None:
     recorded = run(tmp_path, "recorded", precision=name)
     plain = run(tmp_path, "plain", precision=name, cuda_graphs=False)
-    assert recorded.engine.recorded is not None
-    assert recorded.engine.recorded.graphs.num_replayed > 0
-    assert plain.engine.recorded is None
-    assert recorded.engine.skips.state()[0] <= 2
-    assert recorded.engine.scale.current() == plain.engine.scale.current()
+    assert recorded.stepper.recorded is not None
+    assert recorded.stepper.recorded.graphs.num_replayed > 0
+    assert plain.stepper.recorded is None
+    assert recorded.stepper.skips.state()[0] <= 2
+    assert recorded.stepper.scale.current() == plain.stepper.scale.current()
     assert losses_of(tmp_path / "recorded") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-2)
 
 
@@ -77,7 +77,7 @@ def test_a_dry_run_compiles_what_a_step_launches(tmp_path: Path) -> None:
     made = Trainer(task(), settings(tmp_path, network=NETWORK, device="cuda", grains=1), gpu())
     feed = made._feed(0, made.stages[0])
     grains = list(feed.read([(0, 0)]))
-    workload = timing.Workload(made.task, made.config, made.link, made.engine.model, grains)
+    workload = timing.Workload(made.task, made.config, made.link, made.stepper.model, grains)
     ways = [way for way in (Candidate(2, kernels=True),) if compiling.can_run_dry()]
     assert ways, "this Triton cannot compile dry"
     shown: list[tuple[int, int]] = []

@@ -47,7 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(link: Link, data: Path, out: Path, changes: dict[str, Any]) -> dict[str, list[float]]:
     config = tiny.settings(data, out=out / str(link.world.size), **{**TRAINED, **changes})
-    model = tiny.train(config, link).engine.model
+    model = tiny.train(config, link).stepper.model
     return {name: parameter.detach().flatten().tolist() for name, parameter in model.named_parameters()}
 
 
@@ -77,8 +77,8 @@ def test_a_run_goes_on_within_an_epoch_from_manifests_and_packed_files(kind: str
     assert tiny.losses_of(tmp_path / "packed") == expected
     assert tiny.losses_of(tmp_path / "on") == expected[3:]
     for other in (again, resumed):
-        for name, tensor in whole.engine.model.state_dict().items():
-            assert torch.equal(tensor, other.engine.model.state_dict()[name]), name
+        for name, tensor in whole.stepper.model.state_dict().items():
+            assert torch.equal(tensor, other.stepper.model.state_dict()[name]), name
 
 
 def test_recomputed_activations_change_no_number(tmp_path: Path, data: Path) -> None:

@@ -16,7 +16,7 @@ from paceline.recipes.speech.exchange.export import LabelsDiffer, read_export
 from paceline.recipes.speech.recognizer import load
 from paceline.recipes.speech.text.labels import LabelsLackLetters
 from paceline.recipes.speech.text.subwords.tokenizer import MODEL, learn_bpe, stored
-from paceline.train.position import SettingsChanged
+from paceline.train.resume import SettingsChanged
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.recipes.speech import tiny
@@ -178,7 +178,7 @@ def test_transcripts_that_are_longer_than_the_output(data: Path) -> None:
         tiny.train(tiny.settings(data, network=slow, val_manifest=()))
     assert "`--vocabulary 128`; `--max-too-short 1` goes on" in caught.value.hint
     trained = tiny.train(tiny.settings(data, network=slow, val_manifest=(), max_too_short=1.0, steps=1))
-    assert all(torch.isfinite(weight).all() for weight in trained.engine.model.parameters())
+    assert all(torch.isfinite(weight).all() for weight in trained.stepper.model.parameters())
 
 
 def test_labels_bpe_is_short_for_a_vocabulary(data: Path) -> None:

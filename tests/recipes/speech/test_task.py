@@ -23,7 +23,7 @@ from paceline.recipes.speech.error_file import ERRORS
 from paceline.recipes.speech.network.config import read_network
 from paceline.recipes.speech.network.model import AcousticModel
 from paceline.train.checkpoint.format import listed
-from paceline.train.position import SettingsChanged
+from paceline.train.resume import SettingsChanged
 from paceline.train.summary import data_facts
 from paceline.train.task import Surroundings
 from paceline.train.trainer import Trainer
@@ -113,8 +113,8 @@ def test_a_run_that_goes_on_within_an_epoch_is_the_run_that_was_not_interrupted(
     resumed = tiny.train(tiny.settings(data, out=tmp_path / "on", **changes, resume=middle))
     assert tiny.losses_of(tmp_path / "on") == expected[3:]
     assert tiny.validations_of(tmp_path / "on") == tiny.validations_of(tmp_path / "whole")
-    for name, tensor in whole.engine.model.state_dict().items():
-        assert torch.equal(tensor, resumed.engine.model.state_dict()[name]), name
+    for name, tensor in whole.stepper.model.state_dict().items():
+        assert torch.equal(tensor, resumed.stepper.model.state_dict()[name]), name
     run_ranks(2, train, data, tmp_path / "two", {**changes, "resume": middle}, timeout_s=TIMEOUT_S)
     assert tiny.losses_of(tmp_path / "two" / "2") == pytest.approx(expected[3:], rel=1e-12, abs=0)
 
@@ -174,7 +174,7 @@ def test_training_is_the_loop_that_one_would_write_by_hand(tmp_path: Path, data:
 
 
 def test_what_is_heard_does_not_depend_on_the_batch(data: Path) -> None:
-    model = tiny.train(tiny.settings(data)).engine.model.eval()
+    model = tiny.train(tiny.settings(data)).stepper.model.eval()
     lines = tiny.lines_of(data / "train.json")[:6]
     sounds = [torch.from_numpy(soundfile.read(data / line["audio_filepath"], dtype="int16")[0]) for line in lines]
     audio = F.pad(torch.nn.utils.rnn.pad_sequence(sounds, batch_first=True), (0, 4000))
@@ -324,7 +324,7 @@ def test_batches_of_long_recordings_are_small_unless_told_otherwise(data: Path) 
     for name, value in (("global_batch", 4000), ("eval_batch", 150), ("batch_cost", 2400.0)):
         config = tiny.settings(data, **{"global_batch": 4000, name: value})
         trainer = Trainer(tiny.task(), config, alone())
-        plan = fixed_set(trainer.task, trainer.engine, config, 4, "recordings", recordings).plan
+        plan = fixed_set(trainer.task, trainer.stepper, config, 4, "recordings", recordings).plan
         batches = [recordings.lengths[plan.batch(step)] for step in range(plan.num_steps)]
         assert sum(map(len, batches)) == 204
         padded[name] = max(len(batch) * max(batch) for batch in batches if len(batch) > 1)

@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(link: Link, data: Path, out: Path, changes: dict[str, Any]) -> dict[str, list[float]]:
     config = tiny.settings(data, out=out / str(link.world.size), **{**TRAINED, **changes})
-    model = tiny.train(config, link).engine.model
+    model = tiny.train(config, link).stepper.model
     return {name: parameter.detach().flatten().tolist() for name, parameter in model.named_parameters()}
 
 
@@ -73,8 +73,8 @@ def test_a_run_goes_on_within_an_epoch_from_manifests_and_packed_files(kind: str
     changes |= {"train_manifest": (packed,)}
     resumed = tiny.train(tiny.settings(data, out=tmp_path / "on", **changes, resume=middle, allow_change=True))
     assert tiny.losses_of(tmp_path / "on") == tiny.losses_of(tmp_path / "whole")[3:]
-    for name, tensor in whole.engine.model.state_dict().items():
-        assert torch.equal(tensor, resumed.engine.model.state_dict()[name]), name
+    for name, tensor in whole.stepper.model.state_dict().items():
+        assert torch.equal(tensor, resumed.stepper.model.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_its_encoder_starts_another_run(run: Path, tmp_path: Path, data: Path) -
     fitted = tiny.train(
         tiny.settings(data, out=tmp_path / "ctc", **changes, init_from=checkpoint, new_decoder=True, grains=1)
     )
-    state = fitted.engine.model.state_dict()
+    state = fitted.stepper.model.state_dict()
     assert "decoder.conv.weight" in state
     assert not [name for name in state if "joint" in name]
 

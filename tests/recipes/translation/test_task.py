@@ -66,7 +66,7 @@ def trained(link: Link, data: Path, out: Path, changes: dict[str, Any]) -> tuple
     task.spec = "translation"
     trainer = Trainer(task, TranslationSettings(**toy.settings(data, **settings)), link)
     trainer.fit()
-    state = trainer.engine.model.state_dict() if settings.get("shard", "none") == "none" else {}
+    state = trainer.stepper.model.state_dict() if settings.get("shard", "none") == "none" else {}
     weights = {name: tensor.float().numpy().tobytes() for name, tensor in state.items()}
     return trainer.validation.metrics, weights
 
@@ -129,10 +129,10 @@ def test_it_learns_to_reverse(tmp_path: Path, model: str) -> None:
     samples = record["samples"]["val"]
     assert all(set(sample) == {"source", "reference", "hypothesis"} for sample in samples)
     assert samples[0]["source"].split() == samples[0]["reference"].split()[::-1]
-    with trainer.engine.evaluating():
+    with trainer.stepper.evaluating():
         data = task.val_data()["val"]
         grain = task.collate([data[row] for row in range(len(data))])
-        hypotheses = task.predict(trainer.engine.model, _as_grain(grain))
+        hypotheses = task.predict(trainer.stepper.model, _as_grain(grain))
     references = [grain["reference"]]
     assert record["val/bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, references, force=True).score)
     assert read_scores(tmp_path / "run")["val/bleu"].value() == pytest.approx(record["val/bleu"])

@@ -24,7 +24,7 @@ from paceline.train.autotune import autotuner, shapes, timing
 from paceline.train.autotune.autotuner import is_asked, why_no_graphs
 from paceline.train.autotune.shapes import Ahead, Pick, covering, shapes_ahead
 from paceline.train.loss import GraphsFailed
-from paceline.train.position import SettingsChanged
+from paceline.train.resume import SettingsChanged
 from paceline.train.setup import few_shapes
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
@@ -74,10 +74,10 @@ def test_the_fastest_known_way_is_taken_without_a_contest(
     tried = pretend(monkeypatch)
     run = auto(Whole(), tmp_path / "run")
     assert tried == ["-O2 + kernels + graphs"]
-    chosen = run.engine.precision
+    chosen = run.stepper.precision
     assert (chosen.level, chosen.name, chosen.kernels, chosen.graphs) == (2, "-O2 + kernels", True, True)
-    assert run.engine.recorded is not None
-    assert run.engine.recorded.graphs.num_plain == 0
+    assert run.stepper.recorded is not None
+    assert run.stepper.recorded.graphs.num_plain == 0
     text = capsys.readouterr().out
     assert "auto is -O2 + kernels + graphs: the fastest known on compute capability 9.0, not measured" in text
     assert "auto adds" in text
@@ -94,8 +94,8 @@ def test_a_task_with_nothing_to_choose_is_neither_tried_nor_read(monkeypatch: py
     monkeypatch.setattr(autotuner, "costly_shapes", None)  # not called
     run = auto(SmallTask(), None)
     assert tried == []
-    assert run.engine.precision.name == "-O2"
-    assert not run.engine.precision.is_open
+    assert run.stepper.precision.name == "-O2"
+    assert not run.stepper.precision.is_open
 
 
 def test_what_fails_is_told_and_remembered(
@@ -104,7 +104,7 @@ def test_what_fails_is_told_and_remembered(
     tried = pretend(monkeypatch, {"-O2 + kernels + graphs": "no such instruction", "-O2 + kernels": "the same"})
     run = auto(Whole(), tmp_path / "one")
     assert tried == ["-O2 + kernels + graphs", "-O2 + kernels", "-O2 + graphs"]
-    assert run.engine.precision.name == "-O2"
+    assert run.stepper.precision.name == "-O2"
     assert "-O2 + kernels + graphs cannot run here: no such instruction" in capsys.readouterr().out
     auto(Whole(), tmp_path / "two")
     assert len(tried) == 3
@@ -136,7 +136,7 @@ def test_a_contest_on_this_machine_goes_before_the_table(
     asked = len(times["asked"])
     run = auto(Whole(), None, steps=1)
     assert (tried, len(times["asked"])) == ([], asked)
-    assert run.engine.precision.name == "-O1"
+    assert run.stepper.precision.name == "-O1"
     text = capsys.readouterr().out
     assert "auto is -O1: 500 ms a step, measured by an earlier run on this machine" in text
 
@@ -172,7 +172,7 @@ def test_a_resumed_run_takes_its_choice_and_another_precision_is_refused(
     assert_same(weights(again), weights(whole))
     monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_: "no CUDA graphs: not today")
     calm = auto(Whole(), tmp_path / "run", steps=6, resume="auto")  # graphs change no number
-    assert not calm.engine.precision.graphs
+    assert not calm.stepper.precision.graphs
     monkeypatch.setattr(autotuner, "why_no_kernels", lambda *_: "no kernels: no Triton")
     with pytest.raises(SettingsChanged, match="precision on this device"):
         auto(Whole(), tmp_path / "run", steps=6, resume="auto")
@@ -189,8 +189,8 @@ def test_a_run_from_before_goes_on_as_it_began(tmp_path: Path, monkeypatch: pyte
         auto(Whole(), tmp_path / "run", steps=3)
     again = auto(Whole(), tmp_path / "run", steps=6, resume="auto", allow_change=True)
     assert tried == []
-    assert again.engine.precision.name == "-O2"
-    assert again.engine.recorded is None
+    assert again.stepper.precision.name == "-O2"
+    assert again.stepper.recorded is None
     whole = trainer(SmallTask(), None, level=2, steps=6)
     whole.fit()
     assert_same(weights(again), weights(whole))
@@ -209,12 +209,12 @@ def test_fp16_is_recorded_with_its_loss_scale(monkeypatch: pytest.MonkeyPatch) -
     found = {}
     for task in (Steep(), type("Plain", (Steep,), {"recordable": None})()):
         run = auto(task, None, precision="fp16", steps=12, lr=1e-6, epochs=None)
-        assert (run.engine.recorded is not None) == (task.recordable is not None)
+        assert (run.stepper.recorded is not None) == (task.recordable is not None)
         found[type(task)] = run
     recorded, plain = found.values()
-    assert recorded.engine.precision.name == plain.engine.precision.name == "--precision fp16"
-    assert recorded.engine.scale.current() == plain.engine.scale.current() < 2.0**14
-    assert recorded.engine.skips.state()[0] == 0
+    assert recorded.stepper.precision.name == plain.stepper.precision.name == "--precision fp16"
+    assert recorded.stepper.scale.current() == plain.stepper.scale.current() < 2.0**14
+    assert recorded.stepper.skips.state()[0] == 0
     assert_same(weights(recorded), weights(plain))
 
 
@@ -234,7 +234,7 @@ def on_ranks(link: Link, cache: str) -> tuple[list[str], str, dict[str, torch.Te
         if not link.is_first:  # what one rank cannot do is done by none
             patch.setattr(autotuner, "why_no_kernels", lambda *_: "no kernels: no Triton on this machine")
         run = auto(Whole(), None, link, grains=2)
-        return tried, run.engine.precision.name, weights(run)
+        return tried, run.stepper.precision.name, weights(run)
 
 
 def test_all_ranks_take_what_all_can_do(tmp_path: Path) -> None:

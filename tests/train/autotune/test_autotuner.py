@@ -55,8 +55,8 @@ def test_what_is_chosen_is_what_is_computed(
     plain.fit()
     chosen = trainer(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
     chosen.fit()
-    assert chosen.engine.precision.level == 4
-    assert chosen.engine.precision.autocast == plain.engine.precision.autocast
+    assert chosen.stepper.precision.level == 4
+    assert chosen.stepper.precision.autocast == plain.stepper.precision.autocast
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(chosen)[name]), name
     record = json.loads((tmp_path / "chosen/run.json").read_text())["choice"]
@@ -169,7 +169,7 @@ def test_a_way_without_a_finite_loss_is_left_out(tmp_path: Path) -> None:
     run.fit()
     assert run.choice is not None
     assert run.choice.candidate == Candidate(0)
-    assert any("-O2 cannot run here: NonFiniteLoss" in note for note in run.engine.precision.notes)
+    assert any("-O2 cannot run here: NonFiniteLoss" in note for note in run.stepper.precision.notes)
 
 
 def test_a_loss_that_is_never_finite_ends_the_run_as_ever(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_kernels_are_put_into_the_model_that_is_trained(
     Kernels.accelerated.clear()
     run = trainer(Kernels(), tmp_path / "run", level=4, steps=4)
     run.fit()
-    assert run.engine.precision.kernels
-    assert sum(model is run.engine.model for model in Kernels.accelerated) == 1
+    assert run.stepper.precision.kernels
+    assert sum(model is run.stepper.model for model in Kernels.accelerated) == 1
     assert "without a kernel: head: it is too small" in said(capsys)
 
 
@@ -251,8 +251,8 @@ def test_recorded_grains_give_the_losses_of_plain_ones(
     recorded.fit()
     plain = trainer(SmallTask(), tmp_path / "plain", level=2, epochs=3, grains=grains, clip_norm=1.0)
     plain.fit()
-    assert recorded.engine.recorded is not None
-    graphs = recorded.engine.recorded.graphs
+    assert recorded.stepper.recorded is not None
+    graphs = recorded.stepper.recorded.graphs
     assert (graphs.num_recorded, graphs.num_plain) == (2, 0)  # whole batches, and the last of each epoch: both warmed
     assert graphs.num_replayed == 9 * grains
     for name, tensor in weights(plain).items():
@@ -293,8 +293,8 @@ def test_shapes_are_those_that_a_collate_function_pads_to(
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
     run = trainer(RaggedInSevens(), None, level=4, epochs=1, global_batch=3, order="sorted")
     run.fit()
-    assert run.engine.recorded is not None
-    graphs = run.engine.recorded.graphs
+    assert run.stepper.recorded is not None
+    graphs = run.stepper.recorded.graphs
     assert (graphs.num_recorded, graphs.num_replayed, graphs.num_plain) == (6, 65, 0)
 
 
@@ -354,7 +354,7 @@ def test_iterable_data_is_not_measured(tmp_path: Path, times: dict[str, Any]) ->
     run = trainer(Streamed(), tmp_path / "run", level=4, epochs=1)
     run.fit()
     assert times["asked"] == []
-    assert "not measured" in run.engine.precision.notes[0]
+    assert "not measured" in run.stepper.precision.notes[0]
 
 
 def test_reasons() -> None:

@@ -38,7 +38,7 @@ def test_a_resumed_run_takes_its_own_choice(tmp_path: Path, times: dict[str, Any
     again = trainer(SmallTask(), tmp_path / "parts", level=4, steps=6, resume="auto", allow_change=True)
     again.fit()
     assert len(times["asked"]) == asked
-    assert again.engine.precision.autocast is torch.bfloat16
+    assert again.stepper.precision.autocast is torch.bfloat16
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(again)[name]), name
 
@@ -51,7 +51,7 @@ def test_the_record_of_a_finished_run_keeps_its_choice(tmp_path: Path, times: di
 
 
 def optimizer_state(made: Trainer) -> dict[str, torch.Tensor]:
-    parts, _ = state.collect(made.engine)
+    parts, _ = state.collect(made.stepper)
     return {**parts["optimizer"], **{f"scale {name}": tensor for name, tensor in parts["scale"].items()}}
 
 
@@ -94,8 +94,8 @@ def test_a_run_that_chooses_anew_goes_on_as_it_was(
     assert all(count == 18 for count in counts)
     assert counts or settings["optimizer"] == "sgd"
     assert_same(weights(anew), weights(plain))
-    if anew.engine.prepared.average is not None and plain.engine.prepared.average is not None:
-        assert_same(anew.engine.prepared.average.state_dict(), plain.engine.prepared.average.state_dict())
+    if anew.stepper.prepared.average is not None and plain.stepper.prepared.average is not None:
+        assert_same(anew.stepper.prepared.average.state_dict(), plain.stepper.prepared.average.state_dict())
 
 
 def on_ranks_anew(link: Link, folder: str, cache: str) -> list[dict[str, torch.Tensor]]:
@@ -113,7 +113,7 @@ def on_ranks_anew(link: Link, folder: str, cache: str) -> list[dict[str, torch.T
             trainer(SmallTask(), out, link, level=0, steps=5, **settings).fit()
             made = trainer(SmallTask(), out, link, level=level, steps=10, resume="auto", allow_change=True, **settings)
             made.fit()
-            velocities = made.engine.prepared.strategy.state().common
+            velocities = made.stepper.prepared.strategy.state().common
             assert velocities
             found.append(
                 {**weights(made), **optimizer_state(made), **{f"outer {key}": v for key, v in velocities.items()}}
@@ -140,7 +140,7 @@ def test_graphs_that_cannot_be_had_now_may_be_later(
         monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_, why=why: why)
         run = trainer(Recordable(), tmp_path / "run", level=4, steps=steps, resume="auto", allow_change=True)
         run.fit()
-        used.append(run.engine.precision.graphs)
+        used.append(run.stepper.precision.graphs)
         assert json.loads((tmp_path / "run/run.json").read_text())["choice"]["way"]["graphs"]
         if why is not None:
             assert why in capsys.readouterr().out

@@ -48,7 +48,7 @@ def test_in_turns_each_in_its_own_arithmetic(monkeypatch: pytest.MonkeyPatch) ->
     plain = TimedSteps.__call__
 
     def call(self: TimedSteps) -> None:
-        found.append((self._engine.precision.fp32_matmul, torch.backends.cuda.matmul.fp32_precision))
+        found.append((self._stepper.precision.fp32_matmul, torch.backends.cuda.matmul.fp32_precision))
         plain(self)
 
     monkeypatch.setattr(TimedSteps, "__call__", call)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from paceline.core.cloud.run_copy import RunCopy, RunTakenOver
 from paceline.core.cloud.store import StoreFailed, without_secrets
 from paceline.core.errors import PacelineError, first_line
+from paceline.core.run_folder import RunListener
 
 _LAST_PAUSES_S = (1.0, 3.0)
 """Pauses between the last attempts, when a run is over and nothing else can be done."""
 
 
-class Uploader:
+class Uploader(RunListener):
     """Sends what is new in a copy whenever it is asked to; one pass at a time, and what fails is left to the next."""
 
     def __init__(self, copy: RunCopy, say: Callable[[str], None], sleep: Callable[[float], None] | None = None) -> None:
@@ -24,7 +26,15 @@ class Uploader:
         self._has_failed = self._is_taken_over = False
         self._thread: threading.Thread | None = None
 
-    def ask(self) -> None:
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Keep other starts out while the caller writes the record, and send it: a store that cannot be written to ends
+        a start, but not a run."""
+        with self._copy.starting():
+            yield
+            self._copy.send_record()
+
+    def on_written(self) -> None:
         """Have everything sent that is in the copy now; returns at once. Any thread may call it."""
         self._is_wanted.set()
         if self._thread is None:

@@ -207,7 +207,7 @@ class _Timing(Probe):
 def _facts(trainer: Trainer, data: summary.DataFacts, *, has_lengths: bool) -> Facts:
     link, config = trainer.link, trainer.config
     able = precision.capabilities(link.device)
-    now = trainer.engine.precision
+    now = trainer.stepper.precision
     levels = []
     for level in config.possible_levels:
         try:
@@ -221,7 +221,7 @@ def _facts(trainer: Trainer, data: summary.DataFacts, *, has_lengths: bool) -> F
         ranks=link.world.size,
         cores=len(os.sched_getaffinity(0)),
         threads=link.threads,
-        grains=trainer.checkpoints.grains,
+        grains=trainer.resume.grains,
         levels=tuple(levels),
         computes=_computes(now),
         compiles=now.compile,

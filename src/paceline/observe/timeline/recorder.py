@@ -175,7 +175,7 @@ class Timeline:
 
     def abandon(self) -> None:
         """Give up after a failure: nothing is written, and the next run of this process can record."""
-        self._clock.follower = None
+        self._clock.follow(None)
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
@@ -209,7 +209,7 @@ class Timeline:
         self._first = self._step = step
         self._began = self._step_began = perf_counter_ns()
         self._note_memory(self._began)
-        self._clock.follower = self._note_lap
+        self._clock.follow(self._note_lap)
 
     def _note_lap(self, phase: str, began_ns: int, ended_ns: int) -> None:
         assert self._tape is not None
@@ -233,7 +233,7 @@ class Timeline:
         tape, self._tape, self._is_over = self._tape, None, True
         profiler, self._profiler = self._profiler, None
         assert tape is not None
-        self._clock.follower = None
+        self._clock.follow(None)
         if self._link.device.type == "cuda":
             torch.cuda.synchronize(self._link.device)  # what was launched in the window belongs to it
         if profiler is not None:

@@ -36,10 +36,10 @@ from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
 from paceline.train.autotune.limits import why_no_graphs, why_no_kernels
 from paceline.train.autotune.shapes import FitsShapes, Padding, Pick, costly_shapes, shapes_ahead
-from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.loss import OutOfMemory
 from paceline.train.scalars import Scalars
+from paceline.train.stepper import Stepper
 from paceline.train.task import Task, accelerate, recordable_of
 from paceline.world.link import Link
 
@@ -74,7 +74,7 @@ class ContestStopped(Exception):
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of the autotuner: `choice` is stored with the run, `precision` is what the engine computes in."""
+    """Result of the autotuner: `choice` is stored with the run, `precision` is what the stepper computes in."""
 
     choice: Choice
     precision: Precision
@@ -91,7 +91,7 @@ def is_asked(config: TrainConfig, capabilities: precision.Capabilities) -> bool:
 
 
 class Autotuner:
-    """Chooses the fastest candidate for a task on this device. It changes neither model nor engine.
+    """Chooses the fastest candidate for a task on this device. It changes neither model nor stepper.
 
     All ranks get the choice of the first one.
     """
@@ -329,19 +329,19 @@ def put_kernels(task: Task, model: torch.nn.Module, chosen: Precision, say: Call
             say(f"without a kernel: {line}")
 
 
-def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, epochs: range, logged: Scalars) -> None:
+def record_shapes(stepper: Stepper, task: Task, feed: Feed, progress: Progress, epochs: range, logged: Scalars) -> None:
     """Record CUDA graphs of a stage's shapes before its first step, if graphs were chosen and none are recorded yet;
     `epochs` are those that the stage has still to train, `logged` takes what the task's loss logs."""
-    if not engine.precision.graphs or engine.recorded is not None:
+    if not stepper.precision.graphs or stepper.recorded is not None:
         return
-    recorded = engine.record(CudaRecorder(engine.device), recordable_of(task), logged)
+    recorded = stepper.record(CudaRecorder(stepper.device), recordable_of(task), logged)
     if feed.is_stream:
         return
-    loss = partial(task.loss, engine.model)
+    loss = partial(task.loss, stepper.model)
     ahead = shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate)
-    is_every = engine.precision.scaled or isinstance(feed.collate, FitsShapes)
+    is_every = stepper.precision.scaled or isinstance(feed.collate, FitsShapes)
     picks = ahead.picks if is_every else ahead.worth_recording(RECORDED_SHARE)
-    recorded.graphs.expect(-(-feed.plan(epochs[0]).max_grains // engine.link.world.size))
+    recorded.graphs.expect(-(-feed.plan(epochs[0]).max_grains // stepper.link.world.size))
     shown = progress.countdown("recording CUDA graphs")
     shown(0, len(picks))
     for number, grain in enumerate(_read(feed, picks, epochs), 1):
@@ -355,15 +355,15 @@ def _read(feed: Feed, picks: Sequence[Pick], epochs: range) -> Iterator[Grain]:
         yield from feed.read(((pick.step, pick.number) for pick in some), epochs[epoch])
 
 
-def plan_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, epochs: range) -> None:
+def plan_shapes(stepper: Stepper, task: Task, feed: Feed, progress: Progress, epochs: range) -> None:
     """Run each shape of a stage once before its first step, where no graphs are recorded: in fp16 cuDNN plans every
     convolution anew for a new shape, which takes seconds. Weights, buffers and random numbers stay as they are."""
-    prepared = engine.prepared
-    is_slow = engine.precision.scaled and engine.device.type == "cuda" and not engine.precision.compile
-    is_plain = engine.recorded is None and prepared.shards is None
+    prepared = stepper.prepared
+    is_slow = stepper.precision.scaled and stepper.device.type == "cuda" and not stepper.precision.compile
+    is_plain = stepper.recorded is None and prepared.shards is None
     if not (is_slow and is_plain and isinstance(feed.collate, Padding)):
         return
-    loss = partial(task.loss, engine.model)
+    loss = partial(task.loss, stepper.model)
     picks = shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate).picks
     shown = progress.countdown("planning convolutions")
     shown(0, len(picks))
@@ -373,11 +373,11 @@ def plan_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, epoc
         shown(number, len(picks))
 
 
-def closing_lines(engine: Engine) -> list[str]:
+def closing_lines(stepper: Stepper) -> list[str]:
     """Return what was compiled and recorded, for the end of a run whose way was chosen."""
-    compiled = engine.counters().get("compiled")
+    compiled = stepper.counters().get("compiled")
     lines = [] if compiled is None else [f"compiled {counted(compiled, 'graph')}"]
-    return lines if engine.recorded is None else [*lines, *engine.recorded.graphs.lines()]
+    return lines if stepper.recorded is None else [*lines, *stepper.recorded.graphs.lines()]
 
 
 def precision_for_use(record: Mapping[str, Any] | None, config: TrainConfig, device: torch.device) -> Precision:

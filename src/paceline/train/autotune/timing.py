@@ -24,8 +24,8 @@ from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.autotune.race import is_enough, medians, race
 from paceline.speed.graphs import CudaRecorder
 from paceline.train import setup
-from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
+from paceline.train.stepper import Stepper
 from paceline.train.task import Task, accelerate, recordable_of
 from paceline.world.discover.environment import World
 from paceline.world.installed import has_triton
@@ -61,14 +61,14 @@ class TimedSteps:
     def __init__(self, candidate: Candidate, workload: Workload) -> None:
         task, config, link = workload.task, workload.config, workload.link
         model = copy.deepcopy(workload.model)
-        engine = self._engine = Engine(config, link=alone(link))
-        engine.settle(precision.resolve_candidate(candidate, config.precision, precision.capabilities(link.device)))
+        stepper = self._stepper = Stepper(config, link=alone(link))
+        stepper.settle(precision.resolve_candidate(candidate, config.precision, precision.capabilities(link.device)))
         if candidate.kernels:
             accelerate(task, model)
-        setup.prepare(engine, task, config, model)
+        setup.prepare(stepper, task, config, model)
         loss = self._loss = partial(task.loss, model)
         if candidate.graphs:
-            recorded = engine.record(CudaRecorder(link.device), recordable_of(task))
+            recorded = stepper.record(CudaRecorder(link.device), recordable_of(task))
             recorded.graphs.expect(1)
             for grain in workload.grains:
                 if not recorded.warm(loss, grain):
@@ -80,17 +80,17 @@ class TimedSteps:
 
     def __call__(self) -> None:
         for batch in self._batches:
-            self._engine.step(self._loss, batch)
+            self._stepper.step(self._loss, batch)
 
     def compile(self, shown: compiling.Shown) -> None:
         """Compile the kernels of a step in threads. The copy of the model is of no use afterwards."""
-        prepared, clip = self._engine.prepared, self._engine.prepared.clip_norm
+        prepared, clip = self._stepper.prepared, self._stepper.prepared.clip_norm
         with compiling.dry(shown):
             for batch in self._batches:
                 prepared.begin_step(batch)
                 total, _, _ = prepared.plain.forward(self._loss, batch.grains[0])
                 prepared.plain.backward(total)
-            found_inf = torch.zeros((), dtype=torch.float32, device=self._engine.device)
+            found_inf = torch.zeros((), dtype=torch.float32, device=self._stepper.device)
             prepared.finite.find_inf(prepared.gradients(), found_inf)
             if clip is not None:
                 clip.scale(prepared.updated, clip.norm(prepared.gradients()))
@@ -99,11 +99,11 @@ class TimedSteps:
     def seconds(self) -> float:
         """Return the seconds of one round."""
         # How fp32 is multiplied is a setting of the process, which another candidate may have changed.
-        precision.apply(self._engine.precision)
-        _wait(self._engine.device)
+        precision.apply(self._stepper.precision)
+        _wait(self._stepper.device)
         began = time.perf_counter()
         self()
-        _wait(self._engine.device)
+        _wait(self._stepper.device)
         return time.perf_counter() - began
 
 

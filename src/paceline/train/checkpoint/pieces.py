@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+Parts = dict[str, Mapping[str, Tensor]]
+"""Named tensors by part."""
 _NAME = re.compile(r"(?P<part>.+)\.shard-(?P<rank>\d+)-of-(?P<size>\d+)")
 
 
@@ -34,9 +36,9 @@ def share_of_rank(
     rank: int,
     size: int,
     is_piece: Callable[[str, str, Tensor], bool],
-) -> dict[str, Mapping[str, Tensor]]:
+) -> Parts:
     """Return what this rank writes: its pieces, by `is_piece(part, name, tensor)`, and on the first rank all else."""
-    share: dict[str, Mapping[str, Tensor]] = {}
+    share: Parts = {}
     for part, tensors in parts.items():
         pieces = {name for name, tensor in tensors.items() if is_piece(part, name, tensor)}
         if pieces:
@@ -66,9 +68,9 @@ class Joined(Mapping[str, Tensor]):
         return len(self._shards[0])
 
 
-def join(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
+def join(parts: Mapping[str, Mapping[str, Tensor]]) -> Parts:
     """Return parts by name, those in pieces as one."""
-    whole: dict[str, Mapping[str, Tensor]] = {}
+    whole: Parts = {}
     for name, tensors in parts.items():
         match = _NAME.fullmatch(name)
         if match is None:

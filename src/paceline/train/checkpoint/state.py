@@ -1,8 +1,9 @@
-"""State of an engine in a checkpoint: weights, buffers, optimizer, loss scale, average (there is no random state)."""
+"""State of a stepper in a checkpoint: weights, buffers, optimizer, loss scale, average (there is no random state)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from paceline.core.language import said
 from paceline.core.together import Exclusion
 from paceline.optim import state as optimizer_state
 from paceline.parallel.strategy import StrategyState
-from paceline.train.engine import Engine
+from paceline.train.stepper import Stepper
 from paceline.world.discover.environment import World
 
 Parts = dict[str, dict[str, Tensor]]
@@ -62,8 +63,30 @@ SHARDED: dict[str, Callable[[str], str]] = {"model": str, "optimizer": optimizer
 """Parts of which a rank has only its shards (`shard`), and the parameter that an entry belongs to."""
 
 
-def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, Any]]:
-    """Return (tensors by part, plain values). Statistics must be complete: see `Engine.whole_statistics`.
+@dataclass(frozen=True)
+class EngineParts:
+    """Tensors of a stepper by part, in the order of a checkpoint. Fields without a default are in every checkpoint."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    scale: dict[str, Tensor]
+    ema: dict[str, Tensor] = field(default_factory=dict)
+    schedulers: dict[str, Tensor] = field(default_factory=dict)
+    outer: dict[str, Tensor] = field(default_factory=dict)
+
+    def by_name(self) -> Parts:
+        """Return the parts that exist."""
+        always = required(type(self))
+        return {name: tensors for name, tensors in vars(self).items() if tensors or name in always}
+
+
+def required(record: type) -> set[str]:
+    """Return the names of a dataclass's fields without a default."""
+    return {each.name for each in fields(record) if each.default is each.default_factory is MISSING}
+
+
+def collect(engine: Stepper, in_pieces: bool = False) -> tuple[Parts, dict[str, Any]]:
+    """Return (tensors by part, plain values). Statistics must be complete: see `Stepper.whole_statistics`.
 
     With `shard` all ranks must call it, and only the first gets everything; `in_pieces` leaves every rank its
     own pieces, and nobody needs room for more.
@@ -72,27 +95,19 @@ def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, A
     model = {**dict(prepared.model.named_buffers()), **prepared.named_weights()}
     persistent = prepared.model.state_dict().keys()  # leaves out buffers that are not
     optimizer, optimizer_values = optimizer_state.pack(prepared.optimizer, prepared.optimizer_names())
-    parts: Parts = {
-        "model": {name: tensor.detach() for name, tensor in model.items() if name in persistent},
-        "optimizer": optimizer,
-        "scale": engine.scale.state_dict(),
-    }
-    if prepared.average is not None:
-        parts["ema"] = prepared.average.state_dict()
+    strategy = prepared.strategy.state()
+    parts = EngineParts(
+        model={name: tensor.detach() for name, tensor in model.items() if name in persistent},
+        optimizer=optimizer,
+        scale=engine.scale.state_dict(),
+        ema={} if prepared.average is None else prepared.average.state_dict(),
+        schedulers=engine.schedulers.state(),
+        outer=dict(strategy.common),
+    ).by_name()
     if prepared.shards is not None and not in_pieces:
         parts |= {part: prepared.shards.whole(parts[part], of) for part, of in SHARDED.items() if part in parts}
-    schedulers = engine.schedulers.state()
-    if schedulers:
-        parts["schedulers"] = schedulers
-    stream = engine.stream_state()
-    if stream:
-        parts["stream"] = stream
-    strategy = prepared.strategy.state()
-    if strategy.common:
-        parts["outer"] = dict(strategy.common)
     values = {
         "num_steps": engine.num_steps,
-        "batches": engine.batches_state(),
         "skips": engine.skips.state(),
         "optimizer": optimizer_values,
         "averaging": dict(strategy.values),
@@ -100,13 +115,13 @@ def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, A
     return parts, values
 
 
-def is_piece(engine: Engine, part: str, name: str, tensor: Tensor) -> bool:
+def is_piece(engine: Stepper, part: str, name: str, tensor: Tensor) -> bool:
     """Return True if an entry of a part is this rank's piece of a tensor, as `Shards.whole` would join it."""
     of, shards = SHARDED.get(part), engine.prepared.shards
     return shards is not None and of is not None and tensor.ndim > 0 and of(name) in shards.tensors
 
 
-def collect_own(engine: Engine) -> dict[str, Tensor]:
+def collect_own(engine: Stepper) -> dict[str, Tensor]:
     """Return what only this rank has: nothing, unless ranks step apart (`reduce: param`). They must be together."""
     prepared = engine.prepared
     local = prepared.strategy.state().local
@@ -119,7 +134,7 @@ def collect_own(engine: Engine) -> dict[str, Tensor]:
     return {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
-def carried(engine: Engine) -> tuple[Parts, dict[str, Any]]:
+def carried(engine: Stepper) -> tuple[Parts, dict[str, Any]]:
     """Return what `restore` needs to go on after the model was released and prepared again, on this rank.
 
     For a model that is whole on every rank. All ranks must call it.
@@ -134,8 +149,8 @@ def carried(engine: Engine) -> tuple[Parts, dict[str, Any]]:
 
 
 @torch.no_grad()
-def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
-    """Restore what `collect` returned into a prepared engine; parts `rank-0` and so on are from `collect_own`."""
+def restore(engine: Stepper, parts: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+    """Restore what `collect` returned into a stepper with a prepared model; parts `rank-N` are from `collect_own`."""
     prepared = engine.prepared
     own, optimizer = _own_parts(engine, parts)
     restore_weights(engine, parts["model"])
@@ -144,13 +159,12 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
         optimizer = prepared.shards.pieces(optimizer, SHARDED["optimizer"])
         average = average and prepared.shards.pieces(average)
     optimizer_state.unpack(prepared.optimizer, prepared.optimizer_names(), optimizer, values["optimizer"])
-    engine.load_stream({name: tensor.clone() for name, tensor in parts.get("stream", {}).items()})
     engine.schedulers.load(parts.get("schedulers", {}))
     engine.scale.load_state_dict(own.get("scale") or parts["scale"])
     if prepared.average is not None:
         # A run that had no average (changed settings) begins it with the weights as they are.
         prepared.average.load_state_dict(average or prepared.named_weights())
-    engine.resume_at(values["num_steps"], values["batches"])
+    engine.resume_at(values["num_steps"])
     engine.skips.load(own["skips"]["state"].tolist() if own else values["skips"])
     prepared.statistics.load(_share_of(engine.link.world, parts.get(STATISTICS, {})))
     prepared.strategy.load(StrategyState(parts.get("outer", {}), values.get("averaging", {}), own.get("averaging")))
@@ -170,7 +184,7 @@ def _share_of(world: World, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return by_rank[str(world.rank)] if by_rank.keys() == {str(rank) for rank in range(world.size)} else {}
 
 
-def _own_parts(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Parts, Mapping[str, Tensor]]:
+def _own_parts(engine: Stepper, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Parts, Mapping[str, Tensor]]:
     """Return (what this rank had, the optimizer state that it goes on with)."""
     ranks: list[Parts] = []
     for number in range(sum(part.startswith(RANK) for part in parts)):
@@ -200,7 +214,7 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def restore_weights(engine: Engine, saved: Mapping[str, Tensor]) -> None:
+def restore_weights(engine: Stepper, saved: Mapping[str, Tensor]) -> None:
     """Restore all weights and buffers; batch-norm statistics become totals and are shared out again."""
     prepared = engine.prepared
     prepared.statistics.total()

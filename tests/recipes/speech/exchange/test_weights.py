@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(folder: Path, **changes: Any) -> dict[str, Tensor]:
     """The weights before the first step."""
     trainer = Trainer(tiny.task(), tiny.settings(folder, **{"global_batch": 4, **changes}), alone())
-    return dict(trainer.engine.model.state_dict())
+    return dict(trainer.stepper.model.state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_from_a_nemo_archive(folder: Path, tmp_path: Path) -> None:
     assert_taken(started(folder, **settings), expected)
     trained = tiny.train(tiny.settings(folder, out=tmp_path / "run", **settings))
     assert torch.tensor(tiny.losses_of(tmp_path / "run")).isfinite().all()
-    assert not torch.equal(trained.engine.model.state_dict()["decoder.conv.weight"], expected["decoder.conv.weight"])
+    assert not torch.equal(trained.stepper.model.state_dict()["decoder.conv.weight"], expected["decoder.conv.weight"])
 
 
 def test_an_archives_version_is_the_front_end_of_a_run(folder: Path, tmp_path: Path) -> None:

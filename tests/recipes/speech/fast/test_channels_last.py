@@ -242,7 +242,7 @@ def train(link: Link, data: Path, out: Path, way: Candidate, **changes: Any) -> 
         patched.setattr(autotuner, "why_no_kernels", lambda *_: None)
         patched.setattr(autotuner, "candidates", lambda *_, **__: [way])
         run = tiny.train(tiny.settings(data, out=out / "run", network=JASPER, level=4, **changes), link)
-    assert run.engine.precision.kernels
+    assert run.stepper.precision.kernels
 
 
 def train_on_ranks(link: Link, data: Path, folder: Path) -> None:

@@ -40,8 +40,8 @@ def on_shared_gpu(link: Link, data: Path, out: Path, shard: str) -> None:
         patch.setattr(autotuner, "candidates", lambda *_, **__: [Candidate(2, kernels=True)])
         settings = tiny.settings(data, out=out / "run", network=NETWORK, level=4, epochs=2, shard=shard)
         run = tiny.train(settings, shared)
-        assert run.engine.precision.kernels
-        assert isinstance(run.engine.prepared.strategy, Sharded) == (shard != "none")
+        assert run.stepper.precision.kernels
+        assert isinstance(run.stepper.prepared.strategy, Sharded) == (shard != "none")
 
 
 def test_a_run_with_kernels(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.config.settings import TrainConfig
-from paceline.observe.progress import Progress
+from paceline.train.checkpoint.checkpoints import Checkpoints
 from paceline.train.checkpoint.format import listed
-from paceline.train.checkpoint.manager import CheckpointManager
 from paceline.train.checkpoint.reader import Checkpoint
+from paceline.train.checkpoint.session import RunSession
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
@@ -34,7 +34,7 @@ class Points(paceline.Task):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of 3 and 6 steps."""
-    out = tmp_path_factory.mktemp("manager") / "run"
+    out = tmp_path_factory.mktemp("checkpoints") / "run"
     paceline.fit(
         Points(), steps=6, global_batch=2, save_every_steps=3, out=out, device="cpu", loggers=[], progress="none"
     )
@@ -44,13 +44,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def newest(run: Path, copied_step: int) -> tuple[int, str]:
     """Return what survivors with a copy of so many steps go on from: its step, and where it is."""
     config = TrainConfig(steps=6, global_batch=2, save_every_steps=3, out=run, device="cpu", resume="auto")
-    manager = CheckpointManager(config, ALONE, Progress(False), "Points", goes_on=True)
-    found = manager.find_newest(Checkpoint(copied_step, {}, {}, None, Path("memory")))
+    session = RunSession(config, ALONE, lambda line: None, "Points", is_reopened=True)
+    found = Checkpoints(session.resume, ALONE, lambda line: None).find_newest(
+        Checkpoint(copied_step, {}, {}, None, Path("memory"))
+    )
     assert found is not None
     return found.step, found.path.name
 
 
-def test_survivors_go_on_from_the_newest(run: Path) -> None:
+def test_survivors_resume_from_the_newest_of_replica_and_checkpoint(run: Path) -> None:
     """A rank may die after a checkpoint was written, and before the others have copied that moment: to go back behind
     it dropped lines of the journal, which nobody wrote again when all died, and the checkpoint was gone on from."""
     assert newest(run, 6) == (6, "memory")
@@ -58,7 +60,7 @@ def test_survivors_go_on_from_the_newest(run: Path) -> None:
     assert newest(run, 4) == (6, "step-00000006")
 
 
-def test_broken_checkpoint_is_not_newer(run: Path) -> None:
+def test_a_broken_checkpoint_is_not_newer_than_a_replica(run: Path) -> None:
     (listed(run / "checkpoints")[0] / "state.json").write_text("{")
     assert newest(run, 4) == (4, "memory")
     assert newest(run, 2) == (3, "step-00000003")
