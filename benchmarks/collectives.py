@@ -2,8 +2,8 @@
 
 Hosts are network namespaces on a bridge, as in predict.py. Needs root, and says so. Ranks come to a collective up to
 `--skew-ms` apart, as they do in training. `received first` is an all-to-all by hand, with all receives posted
-before the first send, and `exact sum` what is made of it (`parallel/tree_sum.py`): both hops, of two partial sums from
-each of two ranks, and one from each of more.
+before the first send, and `exact sum` is `parallel/tree/all_reduce.py`, which is built on it: both hops, of two partial
+sums from each of two ranks, and one from each of more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slow_hosts import NETWORK, build_network, limit, remove_network
 from table import Row, parser, show
 
 from paceline.core.sum_tree import Layout, layout
-from paceline.parallel.tree_sum import TreeSum
+from paceline.parallel.tree.all_reduce import TreeAllReduce
 from paceline.parallel.wire import all_gather_flat
 
 PORT = 29_471
@@ -51,10 +51,12 @@ def rank_main(rank: int, ranks: int, rate: str, sizes: list[int], skew_s: float,
         else:
             rows_a_rank, dealt = 1, layout(tuple(range(ranks + 1)))
         partials = [sent, torch.ones_like(sent)][:rows_a_rank]
-        tree_sum = TreeSum(dist.group.WORLD, torch.device("cpu"))
+        tree_sum = TreeAllReduce(dist.group.WORLD, torch.device("cpu"))
         getattr(tree_sum, "prepare", lambda dealt: None)(dealt)  # the way of before, which may be run by this file
 
-        def exact(tree_sum: TreeSum = tree_sum, partials: list[torch.Tensor] = partials, dealt: Layout = dealt) -> None:
+        def exact(
+            tree_sum: TreeAllReduce = tree_sum, partials: list[torch.Tensor] = partials, dealt: Layout = dealt
+        ) -> None:
             tree_sum.start(partials[-1], partials, dealt)
             tree_sum.finish()
 

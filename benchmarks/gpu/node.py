@@ -44,7 +44,7 @@ from table import Row, machine, parser, show
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch, Grain
-from paceline.parallel.summed import Summed
+from paceline.parallel.summed import FastAdd, Summed
 from paceline.recipes.speech.network.config import NetworkSettings, read_network
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
@@ -137,7 +137,7 @@ def expected_ms(
 def bucket_sizes(network: NetworkSettings) -> list[int]:
     """Return the bytes of the buckets in which the engine sends this network's gradients."""
     alone = Link(World(0, 0, 1, 1, 0, 1, "benchmark", None), torch.device("cpu"), 1, ("here",))
-    return _bucket_bytes(Summed(list(Network(network).parameters()), alone))
+    return _bucket_bytes(Summed(list(Network(network).parameters()), alone, FastAdd(alone)))
 
 
 def _bucket_bytes(strategy: Summed) -> list[int]:

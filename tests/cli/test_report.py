@@ -81,5 +81,8 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_recipes_in_reports_do_not_wait_for_torch() -> None:
-    code = "import sys; from paceline.observe.report.section import recipe_reports; recipe_reports(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from paceline.observe.report.section import recipe_reports; "
+        "recipe_reports(); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

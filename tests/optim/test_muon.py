@@ -14,7 +14,7 @@ from paceline.config.settings import OptimSettings
 from paceline.optim.build import ParameterPatternUnmatched, groups, optimizer
 from paceline.optim.layerwise import OutOfRange
 from paceline.optim.muon import Muon, NotAMatrix, NothingForMuon, hidden_matrices, orthogonalize, orthogonalize_all
-from paceline.parallel.whole_tensors import rows_of
+from paceline.parallel.sharded.redistribute import rows_of
 
 A, B, C = 3.4445, -4.7750, 2.0315
 SHAPES = [(6, 4), (4, 9), (5, 5), (3, 2, 3, 3)]

@@ -15,20 +15,15 @@ from paceline.optim.novograd import NovoGrad
 from paceline.optim.whole_vectors import update_by_vectors
 
 
-class _OneNorm:
-    """Norms that every piece is told: those of the whole, as `join_norms` brings them on several ranks."""
-
-    def __call__(self, norms: Tensor) -> Tensor:
-        return torch.ones_like(norms)
-
-    def of(self, tensors: Any, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.ones(len(tensors), dtype=dtype or tensors[0].dtype, device="cpu")
+def one_norm(tensors: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the same norms for every piece, as several ranks that join their norms do."""
+    return torch.ones(len(tensors), dtype=dtype or tensors[0].dtype, device="cpu")
 
 
 def trained(kind: Any, weight: Tensor, gradients: list[Tensor], **options: Any) -> Tensor:
     parameter = torch.nn.Parameter(weight.clone())
     optimizer = kind([parameter], lr=0.1, weight_decay=0.01, **options)
-    optimizer.join_norms = _OneNorm()
+    optimizer.use_shards(one_norm, None)
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
@@ -38,7 +33,7 @@ def trained(kind: Any, weight: Tensor, gradients: list[Tensor], **options: Any) 
 @pytest.mark.parametrize(("kind", "options"), [(Lamb, {}), (NovoGrad, {}), (NovoGrad, {"luc": True})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_piece_has_the_bits_of_the_whole(kind: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Fails for both with `whole_vectors` off: torch's fused kernels round the end of a tensor otherwise."""
+    """Fails for both with `use_whole_vectors(False)`: torch's fused kernels round the end of a tensor otherwise."""
     numbers = torch.Generator().manual_seed(1)
     for size in (7, 16, 19, 100, 1000):
         weight, *gradients = torch.randn(4, size, generator=numbers, dtype=dtype, device="cpu").unbind()

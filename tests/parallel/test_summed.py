@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.grain import Batch
 from paceline.parallel.step import GrainNumbers, RankNumbers, Tally
-from paceline.parallel.summed import Summed
+from paceline.parallel.summed import FastAdd, Summed
 from paceline.world.link import Link
 from tests.ranks import ranks
 
@@ -66,8 +66,8 @@ def reduced(link: Link, model: nn.Module, strategy: Summed, has_data: bool = Tru
 @ranks(2, 4)
 def test_sums_with_unused_parameters_and_two_forwards(link: Link) -> None:
     model = Branches()
-    strategy = Summed(list(model.parameters()), link, bucket_bytes=600)
-    assert len(strategy._buckets) > 3
+    strategy = Summed(list(model.parameters()), link, FastAdd(link), bucket_bytes=600)
+    assert len(strategy.gradient_groups()) > 3
     for _ in range(3):
         tally = reduced(link, model, strategy)
         for parameter, expected in zip(model.parameters(), reference(link.world.size), strict=True):
@@ -79,7 +79,7 @@ def test_sums_with_unused_parameters_and_two_forwards(link: Link) -> None:
 @ranks(4)
 def test_ranks_without_data_send_zeros_and_get_the_sum(link: Link) -> None:
     model = Branches()
-    strategy = Summed(list(model.parameters()), link)
+    strategy = Summed(list(model.parameters()), link, FastAdd(link))
     tally = reduced(link, model, strategy, has_data=link.world.rank < 2)
     for parameter, expected in zip(model.parameters(), reference(2), strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-13, atol=1e-13)
@@ -89,7 +89,7 @@ def test_ranks_without_data_send_zeros_and_get_the_sum(link: Link) -> None:
 @ranks(2)
 def test_accumulation_communicates_once(link: Link) -> None:
     model = Branches()
-    strategy = Summed(list(model.parameters()), link)
+    strategy = Summed(list(model.parameters()), link, FastAdd(link))
     sent: list[int] = []
     original = link.all_reduce
 
@@ -117,7 +117,7 @@ def test_accumulation_communicates_once(link: Link) -> None:
 @ranks(2)
 def test_equals_torch_ddp(link: Link) -> None:
     ours, theirs = Branches(), Branches()
-    strategy = Summed(list(ours.parameters()), link)
+    strategy = Summed(list(ours.parameters()), link, FastAdd(link))
     strategy.begin(BATCH)
     value = ours(data(link.world.rank)).square().sum()
     strategy.last_backward()
@@ -134,7 +134,7 @@ def test_equals_torch_ddp(link: Link) -> None:
 @ranks(2)
 def test_nothing_of_a_step_is_left_in_the_next(link: Link) -> None:
     model = Branches()
-    strategy = Summed(list(model.parameters()), link, bucket_bytes=600)
+    strategy = Summed(list(model.parameters()), link, FastAdd(link), bucket_bytes=600)
     for use_rare in (True, False, True):
         strategy.begin(BATCH)
         for grain in range(2):  # the rare layer has a gradient in the first grain of the first rank alone
@@ -155,7 +155,7 @@ def test_nothing_of_a_step_is_left_in_the_next(link: Link) -> None:
 def test_sparse_gradients_are_summed(link: Link) -> None:
     torch.manual_seed(1)
     table = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
-    strategy = Summed(list(table.parameters()), link)
+    strategy = Summed(list(table.parameters()), link, FastAdd(link))
     for _ in range(2):
         strategy.begin(BATCH)
         for grain, words in enumerate(([0, 2, 2], [1 + link.world.rank])):
@@ -171,7 +171,7 @@ def test_sparse_gradients_are_summed(link: Link) -> None:
 @ranks(2)
 def test_half_precision_keeps_the_tally_exact(link: Link) -> None:
     model = nn.Linear(4, 4).half()
-    strategy = Summed(list(model.parameters()), link)
+    strategy = Summed(list(model.parameters()), link, FastAdd(link))
     strategy.begin(BATCH)
     value = model(torch.ones(2, 4, dtype=torch.float16)).sum()
     strategy.last_backward()
@@ -183,7 +183,7 @@ def test_half_precision_keeps_the_tally_exact(link: Link) -> None:
 @ranks(2)
 def test_detached_hooks_no_longer_reduce(link: Link) -> None:
     model = Branches()
-    Summed(list(model.parameters()), link).detach()
+    Summed(list(model.parameters()), link, FastAdd(link)).detach()
     model(data(link.world.rank)).sum().backward()
     alone = Branches()
     alone(data(link.world.rank)).sum().backward()
@@ -207,7 +207,7 @@ def test_half_on_the_wire_is_torchs_compression_hook(link: Link) -> None:
         expected["bf16"] = sums
     for wire, gradients in expected.items():
         ours = Branches().float()
-        strategy = Summed(list(ours.parameters()), link, bucket_bytes=300, wire=wire)  # type: ignore[arg-type]
+        strategy = Summed(list(ours.parameters()), link, FastAdd(link, wire), bucket_bytes=300)  # type: ignore[arg-type]
         strategy.begin(BATCH)
         value = ours(x).square().sum()
         strategy.last_backward()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.observe.journal import read
-from paceline.parallel.averaged import Averaged
-from paceline.parallel.sharded import Sharded
+from paceline.parallel.averaged.strategy import Averaged
+from paceline.parallel.sharded.strategy import Sharded
 from paceline.parallel.summed import Summed
 from paceline.train.trainer import Trainer
 from paceline.world.discover.environment import World

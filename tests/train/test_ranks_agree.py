@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
-from paceline.parallel.statistics import BatchNormFrozen
+from paceline.parallel.batch_norm.shares import BatchNormFrozen
 from paceline.train.engine import Engine
 from paceline.train.feed import NothingRead
 from paceline.train.loss import NoGradients

@@ -16,8 +16,8 @@ from torch import nn
 from paceline.config.settings import EngineConfig, TrainConfig
 from paceline.core.torch_private import compile_counters
 from paceline.observe.journal import read
-from paceline.parallel.cut import CalledAround, CannotShard, blocks
-from paceline.parallel.sharded import UnevenUse
+from paceline.parallel.sharded.blocks import CalledAround, CannotShard, blocks
+from paceline.parallel.sharded.strategy import UnevenUse
 from paceline.speed import precision
 from paceline.speed.compile import compiled_parts
 from paceline.speed.precision import Capabilities

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.observe.journal import read
-from paceline.parallel.sharded import Sharded
+from paceline.parallel.sharded.strategy import Sharded
 from paceline.speed.autotune.candidates import Candidate
 from paceline.train.autotune import autotuner
 from paceline.world.discover.environment import World

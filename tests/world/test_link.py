@@ -101,3 +101,27 @@ def test_one_rank_needs_no_process_group() -> None:
         assert link.broadcast_object(7) == 7
         assert tensor.tolist() == [1.0, 1.0]
         assert not dist.is_initialized()
+
+
+def tensors_of(rank: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(rank)
+    tensors = {
+        "flags": torch.tensor([True, False, rank > 0]),  # 3 bytes: what follows is not aligned
+        "weights": torch.randn(rank + 1, 4, generator=random).T,
+        "half": torch.randn((), generator=random).half(),
+        "empty": torch.zeros(0, 3),
+        "count": torch.tensor(rank * 2**40),
+    }
+    return {} if rank == 2 else tensors
+
+
+@ranks(1, 2, 4)
+def test_tensors_that_differ_between_ranks_are_gathered_on_the_first(link: Link) -> None:
+    gathered = link.gather_tensors(tensors_of(link.world.rank))
+    assert len(gathered) == (link.world.size if link.is_first else 0)
+    for rank, tensors in enumerate(gathered):
+        expected = tensors_of(rank)
+        assert list(tensors) == list(expected)
+        for name, tensor in tensors.items():
+            assert tensor.dtype == expected[name].dtype
+            assert torch.equal(tensor, expected[name])

@@ -30,7 +30,17 @@ from torch import Tensor
 from paceline.config.settings import OptimSettings
 from paceline.core.torch_private import foreach_add_, foreach_copy_
 from paceline.optim.kernels.pointers import Tables, fit, has_kernels
-from paceline.optim.layerwise import JoinNorms, OutOfRange, alike, by_size, norms, scale, unflatten, with_gradient
+from paceline.optim.layerwise import (
+    JoinMatrices,
+    JoinNorms,
+    OutOfRange,
+    alike,
+    by_size,
+    norms,
+    scale,
+    unflatten,
+    with_gradient,
+)
 
 
 @dataclass(frozen=True)
@@ -64,12 +74,10 @@ class Larc:
     `fused`: None is by kernels of our own on CUDA (`has_kernels`), False by torch's.
     """
 
-    join_norms: JoinNorms | None = None
-    """Set where parameters are pieces of tensors: see `Layerwise`."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None = None, fused: bool | None = None) -> None:
         self.rule = rule or Rule()
         self.fused = fused
+        self._join_norms: JoinNorms | None = None
         self._tables = Tables()
         self._decays: list[float] = []
         self._ratios: list[tuple[list[Tensor], Tensor, Any]] = []
@@ -77,6 +85,10 @@ class Larc:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
+
+    def use_shards(self, join_norms: JoinNorms, join_matrices: JoinMatrices) -> None:
+        """Compute norms with this function: the parameters are pieces of tensors (`shard: full`)."""
+        self._join_norms = join_norms
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -95,11 +107,11 @@ class Larc:
         self._ratios = []
         self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         for group, decay in zip(optimizer.param_groups, self._decays, strict=True):
-            trained = with_gradient(group, "LARC", with_empty=self.join_norms is not None)
+            trained = with_gradient(group, "LARC", with_empty=self._join_norms is not None)
             chosen = [parameter for parameter in trained if self._is_scaled(parameter)]
             for parameters in alike(chosen):
                 ratios = None
-                if self.join_norms is None:
+                if self._join_norms is None:
                     ratios = self._scale_fused(parameters, group["lr"], decay)
                     parameters = parameters if ratios is not None else by_size(parameters)
                 if ratios is None:
@@ -136,10 +148,10 @@ class Larc:
     def _scale(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        if self.join_norms is None:
+        if self._join_norms is None:
             weight_norms, gradient_norms = norms(parameters, dtype), norms(gradients, dtype)
         else:
-            weight_norms, gradient_norms = self.join_norms.of([*parameters, *gradients], dtype).chunk(2)
+            weight_norms, gradient_norms = self._join_norms([*parameters, *gradients], dtype).chunk(2)
         ratios = self._ratio(weight_norms, gradient_norms, lr, decay)
         sizes = [parameter.numel() for parameter in parameters]
         flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)

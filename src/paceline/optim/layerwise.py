@@ -18,14 +18,27 @@ from paceline.optim.whole_vectors import cuts_matter, update_by_vectors
 
 
 class JoinNorms(Protocol):
-    """Norms of whole tensors, of which this rank has pieces. All ranks must ask."""
+    """Function that computes norms of whole tensors. All ranks must call it."""
 
-    def __call__(self, norms: Tensor) -> Tensor:
-        """Return them from the norms of the pieces."""
+    def __call__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Return the norms from this rank's pieces of the tensors."""
         ...
 
-    def of(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """Return them from the pieces."""
+
+class JoinMatrices(Protocol):
+    """Function that computes on whole tensors. All ranks must call it."""
+
+    def __call__(
+        self, parameters: Sequence[Tensor], pieces: Sequence[Tensor], compute: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        """Return this rank's pieces of the results that `compute` returns for the whole tensors, in the same dtype.
+
+        `parameters` are this rank's pieces of the weights, `pieces` are tensors with the same rows.
+        """
+        ...
+
+    def shapes(self, parameters: Sequence[Tensor]) -> list[torch.Size]:
+        """Return the shapes of the whole tensors."""
         ...
 
 
@@ -127,10 +140,9 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
     """
 
     _has_kernels = False
-    join_norms: JoinNorms | None = None
-    """Set where parameters are pieces of tensors (`shard: full`): from the pieces' norms to those of the whole."""
-    whole_vectors = True
-    """A piece of a tensor gets the bits that the whole tensor would; False as in runs whose sums are `fast`."""
+    _join_norms: JoinNorms | None = None
+    _join_matrices: JoinMatrices | None = None
+    _whole_vectors = True
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], fused: bool | None = None) -> None:
         super().__init__(params, defaults)
@@ -148,6 +160,14 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
         self.fused = fused
         self._kept: dict[torch.dtype, Tensor] = {}
         self._tables = Tables()
+
+    def use_shards(self, join_norms: JoinNorms, join_matrices: JoinMatrices) -> None:
+        """Compute norms and matrices with these functions: the parameters are pieces of tensors (`shard: full`)."""
+        self._join_norms, self._join_matrices = join_norms, join_matrices
+
+    def use_whole_vectors(self, is_used: bool) -> None:
+        """Give a piece of a tensor the bits that it would have in the whole tensor (the default; `sums: exact`)."""
+        self._whole_vectors = is_used
 
     @property
     def way(self) -> str:
@@ -173,10 +193,10 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            trained = with_gradient(group, type(self).__name__, with_empty=self.join_norms is not None)
+            trained = with_gradient(group, type(self).__name__, with_empty=self._join_norms is not None)
             for parameters in alike(trained):
                 gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-                if self.join_norms is None:
+                if self._join_norms is None:
                     if self._update_fused(group, parameters, gradients):
                         continue
                     # Not so with pieces of tensors: their sizes differ from rank to rank, their order must not.
@@ -202,7 +222,7 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of each of a bucket's tensors, of the whole tensor where this rank has a piece."""
-        return norms(tensors) if self.join_norms is None else self.join_norms.of(tensors)
+        return norms(tensors) if self._join_norms is None else self._join_norms(tensors)
 
     def _bucket(self, group: dict[str, Any], parameters: list[Tensor]) -> Bucket:
         device, dtype = parameters[0].device, torch.promote_types(parameters[0].dtype, torch.float32)
@@ -216,7 +236,7 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
             skip = (found_inf.reshape(()) > 0).to(device, torch.float32)
         flat = self._room(sum(weight.numel() for weight in weights), dtype, device)
         views = unflatten(flat, weights)
-        return Bucket(parameters, weights, state, skip, flat, views, self.whole_vectors and cuts_matter(device))
+        return Bucket(parameters, weights, state, skip, flat, views, self._whole_vectors and cuts_matter(device))
 
     def _state_of(self, group: dict[str, Any], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
         """By name of the entry, in the order of the parameters; begun where there is none."""

@@ -7,8 +7,8 @@ the update scale of Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +27,6 @@ EMBEDDING_WORDS = ("embed", "position")
 """Words in the name of a parameter that tell of a table."""
 Scale = Literal["match-rms-adamw", "original"]
 Rule = Literal["muon", "adamw"]
-
-
-class JoinMatrices(Protocol):
-    """Computation on whole matrices, of which this rank has pieces. All ranks must ask."""
-
-    def __call__(
-        self, parameters: Sequence[Tensor], pieces: Sequence[Tensor], compute: Callable[[list[Tensor]], list[Tensor]]
-    ) -> list[Tensor]:
-        """Return the pieces of what `compute` makes of the whole tensors, in the same dtype; each on one rank.
-
-        `parameters` are this rank's pieces of the weights, `pieces` tensors of the same rows.
-        """
-        ...
-
-    def shapes(self, parameters: Sequence[Tensor]) -> list[torch.Size]:
-        """Return the shapes of the whole tensors."""
-        ...
 
 
 class NotAMatrix(PacelineError):
@@ -83,9 +66,6 @@ class Muon(Layerwise):
     A group's `rule` is `muon`, the default, or `adamw`, for which `betas` and `eps` count. `ns_dtype` is what matrices
     are multiplied in: `auto` is bf16 on a GPU, as published, and the dtype of the state elsewhere and of fp64.
     """
-
-    join_matrices: JoinMatrices | None = None
-    """Set where parameters are pieces of tensors (`shard: full`)."""
 
     def __init__(
         self,
@@ -181,7 +161,7 @@ class Muon(Layerwise):
             made = orthogonalize_all(matrices, group["ns_steps"], group["ns_coefficients"])
             return [each.reshape(whole.shape) for each, whole in zip(made, wholes, strict=True)]
 
-        dtype, join = _product_dtype(group["ns_dtype"], bucket.flat), self.join_matrices
+        dtype, join = _product_dtype(group["ns_dtype"], bucket.flat), self._join_matrices
         sent = [view.to(dtype) for view in bucket.views]
         updates = orthogonal(sent) if join is None else join(bucket.parameters, sent, orthogonal)
         shapes = [view.shape for view in bucket.views] if join is None else join.shapes(bucket.parameters)

@@ -1,4 +1,4 @@
-"""Record of a training step. Records are never changed: what is learned later comes in a new one."""
+"""Records of a training step. They are immutable: numbers that become known later come in a new record."""
 
 from __future__ import annotations
 
@@ -26,13 +26,24 @@ class Tally(NamedTuple):
         return float(self.loss_sum) / float(self.count) if self.count else math.nan
 
 
+NUM_TALLY = len(Tally._fields)
+
+
+def write(slot: torch.Tensor, number: Any) -> None:
+    """Write a number to a one-element tensor without synchronising with its device."""
+    if isinstance(number, torch.Tensor) and number.is_cuda:
+        slot.copy_(number)
+    else:
+        slot.fill_(float(number))  # an assignment would copy the number to a GPU and wait for that
+
+
 class GrainNumbers(NamedTuple):
     """Numbers of one grain."""
 
     loss: torch.Tensor
     count: Any
     statistics: torch.Tensor | None = None
-    """What the grain adds to running statistics, where they are summed in every step."""
+    """Contribution of the grain to running statistics, if they are summed in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,7 @@ class RankNumbers:
     wants_stop: bool = False
 
     def in_turn(self) -> Tally:
-        """Return the sums over the rank's grains, one added after the other."""
+        """Return the sums over the rank's grains, added from first to last."""
         loss_sum: Any = 0.0
         count: Any = 0
         for number, grain in enumerate(self.grains):

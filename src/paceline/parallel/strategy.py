@@ -1,28 +1,30 @@
-"""Interface of the ways in which ranks come to one model: summed gradients, sharding, averaged parameters.
+"""Interface of the strategies that keep the models of all ranks equal: summed gradients, shards, averaged parameters.
 
-The engine calls a strategy in a fixed order and never asks which one it has:
+The engine calls a strategy in a fixed order and never checks which one it has:
 
-    begin(batch)       forget the last gradients
+    begin(batch)       clear the gradients of the last step
     last_backward()    the next backward is this rank's last of the step
-    end_grain()        a grain's backward is done (or its replay was started)
-    reduce(numbers)    gradients and numbers of the step are final: summed over the ranks, or this rank's own
-    finish(step)       the update is done; returns the record of the step
-    sync()             between steps: make the ranks' models equal, if they are not
+    end_grain()        the backward of a grain is done (or its replay was started)
+    reduce(numbers)    make gradients and numbers of the step final: summed over the ranks, or this rank's own
+    finish(step)       the update is done; return the record of the step
+    sync()             between steps: make the models of the ranks equal, if they are not
 
-A backward that is replayed from a CUDA graph calls no hooks. Before it is recorded, `gradient_groups` says where
-gradients have to be added; after each replay is started, `replayed` (instead of a backward) says which have been.
+A backward that is replayed from a CUDA graph calls no hooks. Before it is recorded, `gradient_groups` returns the
+tensors to accumulate gradients in; after each replay is started, `replayed` (instead of a backward) tells which were.
 
-A rank without grains in a step goes straight to `reduce` and contributes zeros without calling the model. Where weights
-are sharded the model itself communicates: `makeup` gives the grains that a rank runs so that all call it equally often.
+A rank without grains in a step calls `reduce` directly and contributes zeros without calling the model. With sharded
+weights the model itself communicates: `makeup` returns the grains a rank runs so that all ranks call it equally often.
 
-| | gradients | ranks' weights | a step is divided by |
+| | gradients | weights of the ranks | a step is divided by |
 |---|---|---|---|
-| `Alone` | this rank's | | its count |
-| `AloneInTree` | this rank's, added in the order of the tree | | its count |
-| `Summed` | summed in buckets during backward | equal after each step | the count of all ranks |
-| `SummedInTree` | the same, added in the order of the tree | equal after each step | the count of all ranks |
-| `Sharded` | summed, each rank keeps its shards | one model in pieces | the count of all ranks |
-| `Averaged` | this rank's | averaged now and then | this rank's count |
+| `Alone`, `AloneInTree` (`alone.py`) | this rank's | | its count |
+| `Summed` (`summed.py`) | summed in buckets during backward | equal after each step | the count of all ranks |
+| `Sharded` (`sharded/`) | summed, each rank keeps its shards | one model in pieces | the count of all ranks |
+| `Averaged` (`averaged/`) | this rank's | averaged every N steps or seconds | this rank's count |
+
+With `sums: exact`, the default, grains are added in the order of a fixed binary tree (`tree/`), on a rank and over the
+ranks: `Summed` and `Sharded` are given an object that adds in this order (`TreeAdd`, `TreeShardAdd`) or in any order
+(`FastAdd`, `FastShardAdd`); a single rank uses `AloneInTree` or `Alone`.
 """
 
 from __future__ import annotations
@@ -37,32 +39,32 @@ import torch
 from torch import Tensor
 
 from paceline.core.sum_tree import Starts
-from paceline.parallel.step import Average, RankNumbers, Step, Sums, Tally
+from paceline.parallel.step import Average, RankNumbers, Step, Sums
 
 Part = TypeVar("Part")
 
 
 class Mark(Protocol):
-    """A place in a backward that is being replayed."""
+    """Event in a backward that is being replayed."""
 
     def wait(self) -> None:
-        """Let the current stream wait until the replay has come here."""
+        """Make the current stream wait until the replay has reached the event."""
 
 
 class GlobalBatch(Protocol):
-    """This rank's share of a global batch, as far as a strategy needs it."""
+    """This rank's share of a global batch: the part of the interface that a strategy needs."""
 
     @property
     def grains(self) -> Sequence[Any]: ...
 
     @property
     def starts(self) -> Starts | None:
-        """First grain of each rank, and the number of grains, where ranks hold blocks of grains."""
+        """First grain of each rank, then the number of grains; None if ranks do not hold blocks of grains."""
         ...
 
     @property
     def count(self) -> float:
-        """Count of the loss over all ranks, as far as it is known before the step."""
+        """Count of the loss over all ranks, if it is known before the step."""
         ...
 
     @property
@@ -78,42 +80,45 @@ class GlobalBatch(Protocol):
 
 @dataclass(frozen=True)
 class StrategyState:
-    """Part of a checkpoint that a strategy needs beside the model and the optimizer."""
+    """State of a strategy in a checkpoint, besides the model and the optimizer."""
 
     common: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors that all ranks have alike."""
+    """Tensors that are equal on all ranks."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values that all ranks have alike."""
+    """Plain values that are equal on all ranks."""
     local: Mapping[str, Tensor] | None = None
-    """Tensors that only this rank has; None if ranks have nothing of their own."""
+    """Tensors of this rank; None if ranks have no state of their own."""
 
 
 class Strategy(ABC):
-    """One way of keeping the ranks' models together.
+    """Base of the strategies.
 
-    What is implemented here holds wherever the ranks' weights are equal after every step.
+    The defaults hold for every strategy whose weights are equal on all ranks after every step.
     """
 
-    order_s = 0.0
-    """Seconds of the host that adding in one order has taken so far, beyond a sum in any order."""
     meets_on_host = False
-    """True if ranks wait for each other on the host, between steps."""
+    """True if ranks wait for each other on the host between steps."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
+
+    @property
+    def order_s(self) -> float:
+        """Host seconds that the fixed order of addition has cost so far, compared with a sum in any order."""
+        return 0.0
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, batch: GlobalBatch) -> None:
-        """Begin a step: forget the gradients of the last one."""
+        """Begin a step: clear the gradients of the last one."""
 
     def divisor(self, batch: GlobalBatch) -> float:
         """Return the count that the losses of this step are divided by before backward."""
         return batch.count or 1
 
     def makeup(self, grains: Sequence[Any]) -> list[Any]:
-        """Return grains to run after the rank's own, with a loss of zero, so that all ranks call the model equally."""
+        """Return grains to run after the rank's own with a loss of zero: all ranks call the model equally often."""
         return []
 
     @abstractmethod
@@ -121,24 +126,24 @@ class Strategy(ABC):
         """Announce that the next backward is this rank's last of the step."""
 
     def gradient_groups(self) -> Sequence[Mapping[Tensor, Tensor]]:
-        """Return the tensors that recorded backwards must add gradients to, by parameter; none: anywhere.
+        """Return the tensors that recorded backwards must add gradients to, by parameter; empty: no restriction.
 
-        They come in groups: each is wanted as soon as all of its gradients are complete.
+        A group is sent as soon as all of its gradients are complete.
         """
         return ()
 
     def replayed(self, used: Collection[Tensor], marks: Sequence[Mark | None]) -> None:  # noqa: B027
-        """Take note of a backward whose replay was started: parameters that it has gradients for, a mark per group.
+        """Record that a replay of a backward was started: the parameters it has gradients for, and a mark per group.
 
-        A mark is None where backward does not reach the group.
+        A mark is None if backward does not reach the group.
         """
 
     def end_grain(self) -> None:  # noqa: B027
-        """Take note that the backward of one of this rank's grains is done, or that its replay was started."""
+        """Record that the backward of one of this rank's grains is done, or that its replay was started."""
 
     @abstractmethod
     def reduce(self, numbers: RankNumbers) -> Sums:
-        """Make the gradients those of the step, and return the numbers that belong to them."""
+        """Make the gradients those of the whole step, and return the numbers that belong to them."""
 
     def updates(self, batch: GlobalBatch) -> bool:
         """Return True if this rank's weights are updated in this step."""
@@ -151,14 +156,14 @@ class Strategy(ABC):
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def pull_gradients(self) -> None:  # noqa: B027
-        """Take over changes of the model's gradients, where the optimizer holds other tensors."""
+        """Copy changes of the model's gradients to the optimizer's tensors, if these are others."""
 
     def total_norm(self, gradients: Sequence[Tensor], norm: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """Return the norm of all gradients, from those that this rank's optimizer has; `norm` is of whole tensors."""
+        """Return the norm of all gradients from those of this rank's optimizer; `norm` is for whole tensors."""
         return norm(gradients)
 
     def agree(self, number: Tensor) -> None:  # noqa: B027
-        """Raise `number`, in place, to the largest of the ranks whose gradients make one update: a flag, for one."""
+        """Set `number`, for example a flag, in place to the maximum over the ranks that make one update."""
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -166,45 +171,30 @@ class Strategy(ABC):
     def is_together(self) -> bool:
         """True if the ranks' weights are equal, or will be once the average in flight is applied.
 
-        False if `sync` would have to start an average of its own.
+        False if `sync` would have to start an average.
         """
         return True
 
     def sync(self) -> Average | None:
-        """Make the ranks' models equal. All ranks must call it. Return the average that it took, if any."""
+        """Make the ranks' models equal. All ranks must call it. Return the average that was taken, if any."""
         return None
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which a rank may call the model on its own; all ranks must enter it."""
+        """Return a context in which each rank may call the model independently; all ranks must enter it."""
         return nullcontext()
 
     def detach(self) -> None:  # noqa: B027
-        """Remove hooks from the parameters and give up process groups."""
+        """Remove hooks from the parameters and destroy process groups."""
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> StrategyState:
-        """Return what a checkpoint has to hold of the strategy. The ranks' models must be equal."""
+        """Return the state for a checkpoint. The ranks' models must be equal."""
         return StrategyState()
 
     def load(self, state: StrategyState) -> None:  # noqa: B027
-        """Go on from `state`, with the model as it was just restored. All ranks must call it."""
+        """Restore `state`, after the model was restored. All ranks must call it."""
 
     def own_part(self, parts: Sequence[Part]) -> Part | None:
-        """Return the part of a checkpoint that was this rank's own, of those of all ranks; None if it takes none."""
+        """Return this rank's part of a checkpoint from those of all ranks; None if it uses none."""
         return None
-
-
-class Alone(Strategy):
-    """One rank: there is nothing to reduce."""
-
-    def begin(self, batch: GlobalBatch) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def last_backward(self) -> None:
-        pass
-
-    def reduce(self, numbers: RankNumbers) -> Sums:
-        tally = numbers.in_turn()
-        return Sums(Tally(tally.loss_sum, tally.count))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.torch_private import BatchNorm, foreach_norm
-from paceline.parallel.flat import by_kind
+from paceline.parallel.averaged.flat_average import by_kind
 from paceline.train.prepare import Prepared
 
 IN_A_ROW = 10

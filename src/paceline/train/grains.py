@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.torch_private import backward
 from paceline.data.grain import Grain
-from paceline.parallel.cut import called_whole
+from paceline.parallel.sharded.blocks import called_whole
 from paceline.parallel.strategy import Strategy
 from paceline.speed.graphs import Graphs, detached
 from paceline.speed.loss_scale import LossScale

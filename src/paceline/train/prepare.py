@@ -26,15 +26,17 @@ from paceline.optim.ema import WeightAverage
 from paceline.optim.finite import FiniteCheck
 from paceline.optim.layerwise import Layerwise
 from paceline.optim.swa import StochasticAverage
-from paceline.parallel.averaged import Averaged
-from paceline.parallel.cut import Cut, is_sharded
-from paceline.parallel.in_tree import AloneInTree, SummedInTree, tally_dtype
-from paceline.parallel.joined_norm import JoinedNorms
-from paceline.parallel.statistics import RunningStatistics
-from paceline.parallel.step_statistics import StepStatistics
-from paceline.parallel.strategy import Alone, Strategy
-from paceline.parallel.summed import Summed
-from paceline.parallel.tree_sum import TreeSum
+from paceline.parallel.alone import Alone, AloneInTree
+from paceline.parallel.averaged.strategy import Averaged
+from paceline.parallel.batch_norm.per_step import StepStatistics
+from paceline.parallel.batch_norm.shares import RunningStatistics
+from paceline.parallel.batch_norm.synchronized import JoinedNorms
+from paceline.parallel.sharded.blocks import Sharding, is_sharded
+from paceline.parallel.strategy import Strategy
+from paceline.parallel.summed import FastAdd, Summed
+from paceline.parallel.tree.add import TreeAdd
+from paceline.parallel.tree.all_reduce import TreeAllReduce
+from paceline.parallel.tree.step_tree import tally_dtype
 from paceline.speed import master, precision, recompute
 from paceline.speed.compile import compile_in_place, compile_parts
 from paceline.speed.loss_scale import LossScale
@@ -46,7 +48,7 @@ from paceline.world.link import Link
 from paceline.world.start import patience
 
 if TYPE_CHECKING:
-    from paceline.parallel.sharded import Shards
+    from paceline.parallel.sharded.shards import Shards
 
 
 class ForeignParameters(PacelineError):
@@ -234,20 +236,20 @@ def prepare(
         recompute.recompute(model, config.checkpoint_activations)
     # Equal on all ranks, in the dtype that the model came in.
     _make_equal(model, link)
-    cut = _cut(config, link, chosen) if shards else None
+    sharding = _sharding(config, link, chosen) if shards else None
     # In which dtype: the optimizer gets the fp32 masters before anything counts on the tensors that it holds.
-    masters = _cast(model, optimizer, chosen, cut)
+    masters = _cast(model, optimizer, chosen, sharding)
     is_fp32 = chosen.weights is torch.float32
     input_cast = None if is_fp32 else master.cast_inputs(model, chosen.weights)
     # Compiled: before sharding, whose hooks stay outside of the compiled blocks.
     if chosen.compile:
-        _compile(model, config, cut)
-    # Cut up: from here on the optimizer holds shards, if there are any.
-    pieces = None if cut is None else _shard(model, optimizer, link, cut)
+        _compile(model, config, sharding)
+    # Sharded: from here on the optimizer holds shards, if there are any.
+    pieces = None if sharding is None else _shard(model, optimizer, link, sharding)
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
         zero_first_momentum(optimizer)  # the only place: also for an optimizer that the user has made
     if isinstance(optimizer, Layerwise):
-        optimizer.whole_vectors = sums_in_tree(config)
+        optimizer.use_whole_vectors(sums_in_tree(config))
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
     before, average = average, _average(config, named_weights(model, masters, pieces))
     if average is not None:
@@ -285,37 +287,37 @@ def _make_equal(model: torch.nn.Module, link: Link) -> None:
         link.broadcast(tensor.data)
 
 
-def _cut(config: EngineConfig, link: Link, chosen: Precision) -> Cut | None:
-    """Return how the settings want the model cut up on these ranks; None: not at all."""
+def _sharding(config: EngineConfig, link: Link, chosen: Precision) -> Sharding | None:
+    """Return how the settings shard the model on these ranks; None: not at all."""
     if config.shard == "none" or not link.has_group:
         return None
     half = torch.float16 if chosen.master else None
     timeout = patience(config.timeout_s, link.device)
-    return Cut(config.shard_modules, config.shard == "node", config.wire, half, timeout, sums_in_tree(config))
+    return Sharding(config.shard_modules, config.shard == "node", config.wire, half, timeout, sums_in_tree(config))
 
 
-def _shard(model: torch.nn.Module, optimizer: torch.optim.Optimizer, link: Link, cut: Cut) -> Shards:
-    from paceline.parallel.sharded import shard  # torch's sharding takes seconds to load
+def _shard(model: torch.nn.Module, optimizer: torch.optim.Optimizer, link: Link, sharding: Sharding) -> Shards:
+    from paceline.parallel.sharded.fsdp import shard  # torch's sharding takes seconds to load
 
-    return shard(model, optimizer, link, cut)
+    return shard(model, optimizer, link, sharding)
 
 
 def _cast(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, chosen: Precision, cut: Cut | None
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, chosen: Precision, sharding: Sharding | None
 ) -> master.Masters | None:
     """Turn a model to the dtype that it computes in; return the masters of its weights, unless shards are masters."""
-    if cut is None or cut.computed_in is None:
+    if sharding is None or sharding.computed_in is None:
         return master.cast(model, optimizer, chosen)
     master.halve(model, weights=False)
     return None
 
 
-def _compile(model: torch.nn.Module, config: EngineConfig, cut: Cut | None) -> None:
-    """Compile a model as a whole, or block by block if it is to be cut up; one that is cut up has been compiled."""
-    if cut is None:
+def _compile(model: torch.nn.Module, config: EngineConfig, sharding: Sharding | None) -> None:
+    """Compile a model as a whole, or block by block if it will be sharded; a sharded model has been compiled."""
+    if sharding is None:
         compile_in_place(model, config.compile_mode)
     elif not is_sharded(model):
-        compile_parts(model, cut.units(model), config.compile_mode)
+        compile_parts(model, sharding.units(model), config.compile_mode)
 
 
 def named_weights(model: torch.nn.Module, masters: master.Masters | None, shards: Shards | None) -> dict[str, Tensor]:
@@ -423,21 +425,19 @@ def _choose_strategy(
     in_tree, timeout = sums_in_tree(config), patience(config.timeout_s, link.device)
     if not link.has_group:
         return AloneInTree(parameters) if in_tree else Alone(parameters)
-    if shards is not None and shards.steps is None:
-        from paceline.parallel.sharded import Sharded
+    if shards is not None:
+        from paceline.parallel.sharded.strategy import FastShardAdd, Sharded, TreeShardAdd
 
-        return Sharded(parameters, link, shards, clock)
+        if shards.steps is None:
+            return Sharded(parameters, link, shards, FastShardAdd(shards, link), clock)
+        all_reduce = TreeAllReduce(link.group, link.device, timeout)
+        adder = TreeShardAdd(shards, shards.steps, all_reduce, tally_dtype(parameters), num_statistics)
+        return Sharded(parameters, link, shards, adder, clock)
     if in_tree:
-        tree_sum = TreeSum(link.group, link.device, timeout)
-        if shards is not None and shards.steps is not None:
-            from paceline.parallel.sharded_in_tree import ShardedInTree
-
-            return ShardedInTree(
-                parameters, link, shards, shards.steps, tree_sum, num_statistics=num_statistics, clock=clock
-            )
-        return SummedInTree(parameters, link, tree_sum, num_statistics=num_statistics, clock=clock)
+        all_reduce = TreeAllReduce(link.group, link.device, timeout)
+        return Summed(parameters, link, TreeAdd(all_reduce, tally_dtype(parameters), num_statistics), clock=clock)
     if config.reduce == "grad":
-        return Summed(parameters, link, wire=config.wire, clock=clock)
+        return Summed(parameters, link, FastAdd(link, config.wire), clock=clock)
     persistent = model.state_dict().keys()  # buffers that are not persistent are constants
     return Averaged(
         parameters,

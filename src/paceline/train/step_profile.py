@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.data.grain import Grain
 from paceline.data.plan import Plan, RankPlan
 from paceline.observe.records import Profile
-from paceline.parallel.cut import CannotShard, Cut
+from paceline.parallel.sharded.blocks import CannotShard, Sharding
 from paceline.parallel.summed import BUCKET_BYTES, grouped
 from paceline.recipes.continual.replay.buffer import ReplayBuffer
 from paceline.train.grains import GrainPass, Loss
@@ -132,7 +132,7 @@ def sizes(prepared: Prepared) -> Profile:
 def _blocks(model: nn.Module) -> list[int]:
     """Return the bytes of each block of a model that would be cut, in the model's order; the rest comes last."""
     try:
-        names = Cut().units(model)
+        names = Sharding().units(model)
     except CannotShard:
         return []
     inner_first = sorted(names, key=lambda name: -name.count("."))

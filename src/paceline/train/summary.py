@@ -18,7 +18,7 @@ from paceline.core.units import counted, plural, ranges
 from paceline.data.partition import MIN_GRAIN, most_grains
 from paceline.optim import build, larc, schedule
 from paceline.optim.schedule import SCHEDULES
-from paceline.parallel import outer
+from paceline.parallel.averaged import outer_optimizer
 from paceline.speed import loss_scale, precision
 from paceline.speed.precision import Precision
 from paceline.train.feed import Feed
@@ -303,7 +303,7 @@ def _reduction(config: TrainConfig, ranks: int) -> str:
     parts = [f"weights averaged {when}", f"optimizer state {state}"]
     if config.sync_overlap:
         parts.append(f"applied {counted(config.sync_overlap, 'step')} later")
-    chosen = outer.build(config, ranks)
+    chosen = outer_optimizer.build(config, ranks)
     if chosen is not None:
         parts.append(f"outer {config.outer} with lr {chosen.lr:g}, momentum {chosen.momentum:g}")
     return ", ".join(parts) + wire

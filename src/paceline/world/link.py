@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
@@ -133,6 +134,36 @@ class Link:
         for work in works:
             assert work is not None
             work.wait()
+
+    @torch.no_grad()
+    def gather_tensors(self, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Return the named tensors of all ranks, by rank, in main memory of rank 0; an empty list on other ranks.
+
+        Names and shapes may differ between ranks. Ranks send one after the other: rank 0 holds all of them anyway.
+        """
+        local = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        if self.world.size == 1:
+            return [local]
+        layouts = self.gather_objects([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in local.items()])
+        if not self.is_first:
+            if local:
+                dist.send(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in local.values()]), dst=0)
+            return []
+        ranks = [local]
+        for rank, layout in enumerate(layouts[1:], start=1):
+            sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in layout]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            if layout:
+                dist.recv(flat, src=rank)
+            pieces = flat.split(sizes) if sizes else ()
+            ranks.append(
+                {
+                    # Copied, because a piece may start at an address that its dtype does not allow.
+                    name: piece.clone().view(dtype).view(shape)
+                    for (name, shape, dtype), piece in zip(layout, pieces, strict=True)
+                }
+            )
+        return ranks
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""

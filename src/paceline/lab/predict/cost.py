@@ -164,7 +164,7 @@ def reduce_scatter(place: Place, num_bytes: float) -> float:
 
 
 def exact_sum(place: Place, num_bytes: float, layout: Layout) -> float:
-    """Sum of one bucket in the order of the tree (`parallel/tree_sum.py`)."""
+    """Sum of one bucket in the order of the tree (`parallel/tree/all_reduce.py`)."""
     if layout.is_plain:
         return all_reduce(place, num_bytes)
     first_s = all_to_all(_direct(place), num_bytes, layout.rows)
@@ -174,7 +174,7 @@ def exact_sum(place: Place, num_bytes: float, layout: Layout) -> float:
 
 
 def exact_scatter(place: Place, num_bytes: float, layout: Layout) -> float:
-    """Sum of one block of which each rank gets its piece (`parallel/tree_scatter.py`)."""
+    """Sum of one block of which each rank gets its piece (`parallel/tree/reduce_scatter.py`)."""
     return reduce_scatter(place, num_bytes) if layout.is_plain else all_to_all(_direct(place), num_bytes, layout.rows)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import state
 from paceline.train.checkpoint.format import STATE, CheckpointBroken
 from paceline.train.checkpoint.memory import same_on_all
@@ -79,10 +78,10 @@ def collect_run(
     engine = run.engine
     own = state.collect_own(engine)  # of ranks that step apart
     further: Parts = {
-        f"{state.RANK}{rank}": tensors for rank, tensors in enumerate(gather_tensors(link, own) if own else [])
+        f"{state.RANK}{rank}": tensors for rank, tensors in enumerate(link.gather_tensors(own) if own else [])
     }
     shares = {} if is_replicated else engine.prepared.statistics.state()
-    gathered = gather_tensors(link, shares) if shares else []
+    gathered = link.gather_tensors(shares) if shares else []
     if gathered:
         further[state.STATISTICS] = state.pack_shares(gathered)
     so_far = run.so_far()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.parallel.sharded import Sharded
+from paceline.parallel.sharded.strategy import Sharded
 from paceline.speed.autotune.candidates import Candidate
 from paceline.train.autotune import autotuner
 from paceline.world.link import Link

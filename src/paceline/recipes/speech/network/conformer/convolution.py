@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.parallel.joined_norm import JoinedBatchNorm
+from paceline.parallel.batch_norm.synchronized import JoinedBatchNorm
 from paceline.recipes.speech.network.conformer.settings import ConformerSettings
 from paceline.recipes.speech.network.frames import Frames
 

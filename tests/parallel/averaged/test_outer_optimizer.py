@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.config.settings import ReduceSettings
-from paceline.parallel.outer import build
+from paceline.parallel.averaged.outer_optimizer import build
 
 
 def averages(num: int) -> list[torch.Tensor]:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from paceline.config.settings import ReduceSettings
 from paceline.observe.clock import Clock
-from paceline.parallel import outer, wire
-from paceline.parallel.flat import FlatAverage, StateAverage, by_kind, reset
+from paceline.parallel import wire
+from paceline.parallel.averaged import outer_optimizer
+from paceline.parallel.averaged.flat_average import FlatAverage, StateAverage, by_kind, reset
 from paceline.parallel.step import Average, RankNumbers, Step, Sums, Tally
 from paceline.parallel.strategy import GlobalBatch, Part, Strategy, StrategyState
 from paceline.world import group_sockets
@@ -73,7 +74,7 @@ class Averaged(Strategy):
             return [FlatAverage(alike, self._group, **options) for alike in by_kind(tensors)]
 
         self.weights = [
-            FlatAverage(alike, self._group, wire=format_, outer=outer.build(settings, self._size))
+            FlatAverage(alike, self._group, wire=format_, outer=outer_optimizer.build(settings, self._size))
             for alike in by_kind(weights)
         ]
         floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]

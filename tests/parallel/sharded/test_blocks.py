@@ -1,16 +1,12 @@
-"""Which modules are sharded, what cannot be, and pieces against torch's own cut."""
+"""Blocks of sharded models, and errors for what cannot be sharded."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from paceline.parallel.cut import MIN_BLOCK, CannotShard, Cut, blocks, check
-from paceline.parallel.sharded import shard
-from paceline.world.link import Link
-from tests.ranks import ranks
+from paceline.parallel.sharded.blocks import MIN_BLOCK, CannotShard, blocks, check
 
 LARGE = 256  # a square matrix of that width is a block of its own
 assert LARGE * LARGE >= MIN_BLOCK
@@ -84,29 +80,3 @@ def test_what_cannot_be_sharded_is_named() -> None:
         check(stepped, optimizer, [])
     with pytest.raises(CannotShard, match="LBFGS may need whole tensors"):
         check(scalar, torch.optim.LBFGS(scalar.parameters()), [])
-
-
-@ranks(2, 4)
-def test_pieces_are_those_of_torch_and_join_to_the_whole(link: Link) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))  # 5 rows and 1 row: uneven, and empty on some ranks
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = sgd(model)
-    shards = shard(model, optimizer, link, Cut(("0",)))
-    mesh = next(iter(shards._parameters.values())).device_mesh
-    whole = {**before, "count": torch.tensor(3.0), "buffer": torch.arange(6.0)}
-    pieces = shards.pieces(whole)
-    for name, tensor in before.items():
-        expected = distribute_tensor(tensor, mesh, [Shard(0)]).to_local()
-        assert torch.equal(pieces[name], expected)
-        assert torch.equal(shards.tensors[name], expected)
-    assert torch.equal(pieces["count"], whole["count"])
-    assert torch.equal(pieces["buffer"], whole["buffer"])
-    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    assert [tensor.data_ptr() for tensor in held] == [tensor.data_ptr() for tensor in shards.tensors.values()]
-    joined = shards.whole(pieces)
-    if link.is_first:
-        assert joined.keys() == whole.keys()
-        assert all(torch.equal(joined[name], tensor) for name, tensor in whole.items())
-    else:
-        assert joined.keys() == {"count", "buffer"}

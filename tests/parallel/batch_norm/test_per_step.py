@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.core.sum_tree import fold
-from paceline.parallel.step_statistics import StepStatistics
+from paceline.parallel.batch_norm.per_step import StepStatistics
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 

@@ -7,8 +7,8 @@ import torch
 
 from paceline.config.settings import ReduceSettings
 from paceline.data.grain import Batch
-from paceline.parallel.averaged import Averaged
-from paceline.parallel.flat import reset
+from paceline.parallel.averaged.flat_average import reset
+from paceline.parallel.averaged.strategy import Averaged
 from paceline.parallel.step import Step
 from paceline.world.link import Link
 from tests.ranks import ranks

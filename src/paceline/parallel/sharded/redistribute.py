@@ -1,4 +1,4 @@
-"""Computation on whole tensors of which every rank has rows: each is brought to one rank, and its result back."""
+"""Redistribution of sharded tensors: each is gathered on one rank, and its result is returned in pieces."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.tree_scatter import owners_of
+from paceline.core.torch_private import foreach_norm
 from paceline.parallel.wire import goes_by_host
 from paceline.world.failure.flight_recorder import trail
 
 
 class WholeTensors:
-    """Exchange of the pieces of sharded tensors, for an optimizer that needs whole ones (`join_matrices` of Muon).
+    """Computation on whole tensors, for an optimizer that needs them (Muon).
 
-    Two all-to-all per call, each of as many bytes as a rank has. A tensor has one owner, so a result is computed once,
-    of the bits that one process would have.
+    Each call takes two all-to-all, each of as many bytes as a rank has. A tensor has one owner, so each result is
+    computed once and has the bits that one process would compute.
     """
 
     def __init__(self, group: dist.ProcessGroup, shapes: Mapping[int, torch.Size]) -> None:
-        """`shapes` has the shape of the whole tensor by the `id` of this rank's piece of the weight."""
+        """`shapes` are the shapes of whole tensors, by `id` of this rank's piece of the weight."""
         self._group, self._shapes = group, shapes
 
     def __call__(
         self, parameters: Sequence[Tensor], pieces: Sequence[Tensor], compute: Callable[[list[Tensor]], list[Tensor]]
     ) -> list[Tensor]:
-        """Return the pieces of what `compute` makes of the whole tensors, in the same dtype. All ranks must call it."""
+        """Return the pieces of the results that `compute` returns for whole tensors. All ranks must call it."""
         deal = Deal.of(self.shapes(parameters), self._group.rank(), self._group.size())
         sizes = [piece.numel() for piece in pieces]
         sent_sizes, received_sizes = deal.sent_sizes(sizes), deal.received_sizes()
@@ -55,7 +55,7 @@ class WholeTensors:
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rank gets which of the tensors, and how its rows lie in what is sent."""
+    """Assignment of tensors to ranks, and the layout of their rows in the messages."""
 
     owners: list[int]
     """Rank that gets each tensor."""
@@ -65,24 +65,24 @@ class Deal:
 
     @classmethod
     def of(cls, shapes: Sequence[torch.Size], rank: int, size: int) -> Deal:
-        """Deal tensors of these shapes out by the work that they are."""
+        """Assign tensors of these shapes so that all ranks have about the same work."""
         owners = owners_of([_work(shape) for shape in shapes], size)
         return cls(owners, [shape for shape, owner in zip(shapes, owners, strict=True) if owner == rank], size)
 
     @property
     def order(self) -> list[int]:
-        """Numbers of the tensors as they are sent: those of the first rank, of the second, and so on."""
+        """Indices of the tensors in the order in which they are sent: sorted by owner."""
         return sorted(range(len(self.owners)), key=lambda number: self.owners[number])
 
     def sent_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Return how many numbers go to each rank, of pieces of these sizes."""
+        """Return the number of elements sent to each rank, for pieces of these sizes."""
         totals = [0] * self.size
         for owner, size in zip(self.owners, sizes, strict=True):
             totals[owner] += size
         return totals
 
     def received_sizes(self) -> list[int]:
-        """Return how many numbers come from each rank."""
+        """Return the number of elements received from each rank."""
         return [sum(self._sizes_from(rank)) for rank in range(self.size)]
 
     def join(self, received: Tensor) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Deal:
         return [torch.cat([part[place] for part in parts]).view(shape) for place, shape in enumerate(self.shapes)]
 
     def cut(self, wholes: Sequence[Tensor]) -> Tensor:
-        """Return the rows of such tensors, flat, as the ranks get them back."""
+        """Return the rows of these tensors in one flat tensor, in the order in which the ranks get them back."""
         ranks = range(self.size)
         rows = [whole.split([rows_of(len(whole), self.size, rank) for rank in ranks]) for whole in wholes]
         return torch.cat([each[rank].reshape(-1) for rank in ranks for each in rows])
@@ -103,12 +103,57 @@ class Deal:
 
 
 def rows_of(rows: int, size: int, rank: int) -> int:
-    """Return how many of a tensor's rows a rank has: equally many each, fewer or none on the last ranks."""
+    """Return the number of a tensor's rows on a rank: equal on all ranks, fewer or none on the last ones."""
     share = -(-rows // size)
     return max(0, min(share, rows - rank * share))
 
 
 def _work(shape: torch.Size) -> int:
-    """Return how much a matrix takes, relative to others: the product with its own transpose, on the shorter side."""
+    """Return the relative cost of a matrix: that of the product with its own transpose, on the shorter side."""
     rows, columns = shape[0], shape[1:].numel()
     return rows * columns * min(rows, columns)
+
+
+def whole_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup) -> Tensor:
+    """Return the norms of whole tensors from the pieces of all ranks, with the bits that one rank would compute.
+
+    Every tensor is gathered on one rank, which sends its norm to all: as many bytes as a rank has, and no more memory
+    than the largest tensors take. All ranks must call it.
+    """
+    rank, size = group.rank(), group.size()
+    device = tensors[0].device
+    road = torch.device("cpu") if goes_by_host(group, device) else device
+    lengths = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64, device="cpu")
+    everyone = [torch.empty_like(lengths) for _ in range(size)]
+    trail.note("gather of sizes")
+    dist.all_gather(everyone, lengths, group=group)
+    table = torch.stack(everyone)  # (ranks, tensors)
+    owners = owners_of(table.sum(0).tolist(), size)
+    owned = [[number for number, owner in enumerate(owners) if owner == each] for each in range(size)]
+    order = [number for numbers in owned for number in numbers]
+    sent = torch.cat([tensors[number].detach().reshape(-1) for number in order]).to(road)
+    send_sizes = [int(lengths[numbers].sum()) for numbers in owned]
+    receive_sizes = [int(table[other, owned[rank]].sum()) for other in range(size)]
+    received = torch.empty(sum(receive_sizes), dtype=sent.dtype, device=road)
+    trail.note("all_to_all of norms", sent)
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+    parts = [
+        piece.split(table[other, owned[rank]].tolist())
+        for other, piece in enumerate(received.to(device).split(receive_sizes))
+    ]
+    kind = dtype or tensors[0].dtype
+    norms = torch.zeros(len(tensors), dtype=kind, device=device)
+    for place, number in enumerate(owned[rank]):
+        whole = torch.cat([each[place] for each in parts])
+        norms[number] = foreach_norm([whole], 2, dtype)[0]
+    dist.all_reduce(norms, group=group)  # each is 0 on all ranks but one
+    return norms
+
+
+def owners_of(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Assign each tensor to a rank: the largest first, each to the rank with the smallest load."""
+    loads, owners = [0] * num_ranks, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += sizes[number]
+    return owners

@@ -73,7 +73,7 @@ class _Flight:
     sends: list[dist.Work]
 
 
-class TreeSum:
+class TreeAllReduce:
     """Sums of flat buffers over the ranks of a group, in one order; several may be under way.
 
     Every rank must start the same sums in the same order, with the same layouts. Lengths must be multiples of the
@@ -83,8 +83,8 @@ class TreeSum:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta = _PATIENCE) -> None:
         """`timeout` is that of the group. Others may sum in the same group between `finish` and the next `start`."""
         self._group, self._device, self._timeout = group, device, timeout
-        self.size, self._rank = group.size(), group.rank()
-        self._others = [(self._rank + step) % self.size for step in range(1, self.size)]
+        self.size, self.rank = group.size(), group.rank()
+        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._by_host = goes_by_host(group, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and not self._by_host else None
         self._plain: list[dist.Work] = []
@@ -168,9 +168,9 @@ class TreeSum:
         sent = (sent.cpu() if self._by_host else sent).view(self.size, -1)  # (ranks, rows * piece)
         piece, num_others = result.numel() // self.size, sum(layout.rows) - len(partials)
         room = self._room(num_others * piece, sent)
-        lengths = [rows * piece if rank != self._rank else 0 for rank, rows in enumerate(layout.rows)]
+        lengths = [rows * piece if rank != self.rank else 0 for rank, rows in enumerate(layout.rows)]
         parts = list(room[: num_others * piece].split(lengths))
-        parts[self._rank] = sent[self._rank]
+        parts[self.rank] = sent[self.rank]
         total = torch.empty(result.shape, dtype=sent.dtype, device="cpu") if self._by_host else result
         arriving = [self._group.recv([parts[other]], other, _ROWS) for other in self._others]
         slots = total.view(self.size, piece)
@@ -194,7 +194,7 @@ class TreeSum:
                 for work in flight.arriving:
                     work.wait(self._timeout)
                 began = perf_counter()
-                own = flight.total.view(self.size, -1)[self._rank]
+                own = flight.total.view(self.size, -1)[self.rank]
                 _add_to(own, flight.rows, flight.layout, at_once or len(own))
                 self.order_s += perf_counter() - began
                 flight.sends += [self._group.send([own], other, _SUMS) for other in self._others]

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import BatchNorm, foreach_copy_
-from paceline.parallel.joined_norm import JoinedBatchNorm
-from paceline.parallel.statistics import RunningStatistics, SyncBatchNormRefused
+from paceline.parallel.batch_norm.shares import RunningStatistics, SyncBatchNormRefused
+from paceline.parallel.batch_norm.synchronized import JoinedBatchNorm
 from paceline.world.link import Link
 
 

@@ -7,7 +7,7 @@ import torch
 
 from paceline.config.settings import ReduceSettings
 from paceline.data.grain import Batch
-from paceline.parallel.averaged import GROWTH, Averaged, first_interval, next_interval
+from paceline.parallel.averaged.strategy import GROWTH, Averaged, first_interval, next_interval
 from paceline.parallel.step import Step
 from paceline.world.link import Link
 from tests.ranks import ranks

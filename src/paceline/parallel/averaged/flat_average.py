@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.config.settings import ReduceSettings
 from paceline.core.torch_private import foreach_add_, foreach_copy_, foreach_maximum_, foreach_zero_, takes_amp_scaling
 from paceline.parallel import wire
-from paceline.parallel.outer import Outer
+from paceline.parallel.averaged.outer_optimizer import Outer
 from paceline.parallel.wire import Exchange, Wire
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link

@@ -1,7 +1,7 @@
-"""Which parts of a model are gathered together when it is cut into pieces, and what cannot be cut.
+"""Blocks of a sharded model whose parameters are gathered together, and checks for what cannot be sharded.
 
-Pure decisions. `sharded` carries them out, and loads torch's sharding for that, which takes seconds: whoever does not
-shard does not wait for it.
+These are pure decisions. `fsdp.py` applies them; it imports torch's FSDP, which takes seconds, and is therefore only
+imported by runs that shard.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from paceline.core.together import Exclusion
 from paceline.core.torch_private import BatchNorm
 
 MIN_BLOCK = 2**16
-"""Parameters of the smallest block that is gathered on its own: for less, waiting costs more than the memory saved."""
+"""Parameters of the smallest block that is gathered separately: below, latency costs more than the memory saved."""
 MAX_SHARE = 0.25
-"""A block that holds more of the model than this is looked into for smaller ones."""
+"""A block with a larger share of the model than this is searched for smaller blocks."""
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
-"""torch's optimizers that treat every element of a tensor alone."""
+"""Elementwise optimizers of torch."""
 
 
 class CannotShard(PacelineError):
-    """Something in the model or its optimizer does not go with shards."""
+    """The model or its optimizer cannot be sharded."""
 
     excludes = (
         Exclusion(
@@ -75,31 +75,31 @@ class CalledAround(PacelineError):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a model is cut into pieces."""
+class Sharding:
+    """How a model is sharded."""
 
     patterns: tuple[str, ...] = ()
-    """Names of the modules that are gathered one at a time, as in `shard_modules`."""
+    """Names of the modules that are gathered separately, as in `shard_modules`."""
     per_machine: bool = False
-    """Cut over the ranks of each machine instead of over all ranks."""
+    """Shard over the ranks of each machine instead of over all ranks."""
     wire: str = "full"
-    """Form in which gradients travel."""
+    """Format in which gradients are sent."""
     computed_in: torch.dtype | None = None
-    """Dtype that weights are gathered in, except those of batch norms; None: that of the pieces."""
+    """Dtype in which weights are gathered, except those of batch norms; None: that of the pieces."""
     timeout: timedelta = timedelta(minutes=30)
-    """How long a rank waits for the others of its machine, or of its piece."""
-    in_tree: bool = False
-    """Sums have one order."""
+    """Timeout of collectives inside a machine and between machines."""
+    is_exact: bool = False
+    """Add gradients in the order of the tree (`sums: exact`)."""
 
     def units(self, model: nn.Module) -> list[str]:
-        """Return the names of the modules that are gathered on their own: blocks, and norms of another dtype."""
+        """Return the names of the modules that are gathered separately: blocks, and norms of another dtype."""
         apart = [name for name, module in model.named_modules() if self.computed_in and is_norm(module)]
         return list(dict.fromkeys([*blocks(model, self.patterns), *apart]))
 
 
 @contextmanager
 def called_whole(has_shards: bool) -> Iterator[None]:
-    """Raise `CalledAround` if a loss uses a piece of a weight where a whole one should be."""
+    """Raise `CalledAround` if a loss uses a piece of a weight instead of the gathered weight."""
     try:
         yield
     except RuntimeError as error:
@@ -109,11 +109,11 @@ def called_whole(has_shards: bool) -> Iterator[None]:
 
 
 def blocks(model: nn.Module, patterns: Iterable[str] = ()) -> list[str]:
-    """Return the names of the modules whose parameters are gathered together; the rest goes with the whole model.
+    """Return the names of the modules whose parameters are gathered together; others are gathered with the model.
 
-    They are those that match `patterns`, or else the large children of `Sequential` and `ModuleList`. A match that is
-    never called (`ModuleList`) stands for its children. Nothing inside of a module whose forward was replaced by one
-    of its own (the kernels of `-O4`) is a block: such a forward computes with the weights of its parts itself.
+    Blocks are the modules that match `patterns`, by default the large children of `Sequential` and `ModuleList`. A
+    match that is never called (`ModuleList`) is replaced by its children. Nothing inside a module whose forward was
+    replaced (the kernels of `-O4`) is a block: such a forward reads the weights of its children directly.
     """
     patterns = tuple(patterns)
     if not patterns:
@@ -147,12 +147,12 @@ def _large(parent: nn.Module, prefix: str, too_large: float) -> list[str]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Return True if the module has a forward: `ModuleList` has none."""
+    """Return True if the module has a forward; `ModuleList` does not."""
     return type(module).forward is not nn.Module.forward
 
 
 def _calls_around(module: nn.Module) -> bool:
-    """Return True if the module was given another method as its forward, which need not call the module's parts."""
+    """Return True if the forward of the module was replaced by one that need not call its children."""
     return isinstance(vars(module).get("forward"), MethodType)
 
 
@@ -161,10 +161,10 @@ def _size(module: nn.Module) -> int:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Raise `CannotShard`, before anything is changed, for what cannot be sharded."""
+    """Raise `CannotShard` if the model or the optimizer cannot be sharded; nothing is changed."""
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.") and kind.__name__ in ELEMENTWISE
-    if not is_torchs and not getattr(kind, "is_elementwise", False) and not hasattr(kind, "join_norms"):
+    if not is_torchs and not getattr(kind, "is_elementwise", False) and not hasattr(kind, "use_shards"):
         why = f"{kind.__name__} may need whole tensors, of which a rank has a piece"
         hint = "use an optimizer of ours, sgd, adam or adamw; if it treats every element alone, give its class "
         raise CannotShard(why, hint + "`is_elementwise = True`")
@@ -188,11 +188,11 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[st
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True for a batch norm with parameters, which stay fp32 where other weights are halved."""
+    """Return True for a batch norm with parameters, which stay fp32 if other weights are fp16."""
     return isinstance(module, BatchNorm) and _size(module) > 0
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if `sharded.shard` has cut this model up."""
+    """Return True if the model was sharded by `fsdp.shard`."""
     sharding = sys.modules.get("torch.distributed.fsdp")
     return sharding is not None and isinstance(model, sharding.FSDPModule)

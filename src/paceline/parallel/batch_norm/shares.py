@@ -22,7 +22,7 @@ import torch
 from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
 from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_copy_, foreach_mul_, foreach_zero_
-from paceline.parallel.joined_norm import JoinedBatchNorm
+from paceline.parallel.batch_norm.synchronized import JoinedBatchNorm
 from paceline.world.link import Link
 
 _CALLS, _DECAYS = ":calls", ":decays"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.core.sum_tree import even_starts, layout
-from paceline.parallel.tree_sum import TreeSum
+from paceline.parallel.tree.all_reduce import TreeAllReduce
 
 LEAVE = """
 import os, sys
@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from paceline.core.sum_tree import even_starts, layout
-from paceline.parallel.tree_sum import TreeSum
+from paceline.parallel.tree.all_reduce import TreeAllReduce
 
 torch.set_num_threads(1)
 children = []
@@ -38,7 +38,7 @@ else:
 patience = timedelta(seconds=60)
 store = dist.FileStore(sys.argv[1], 3)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=patience)
-sums, plan = TreeSum(dist.group.WORLD, torch.device("cpu"), patience), layout(even_starts(3, 3))
+sums, plan = TreeAllReduce(dist.group.WORLD, torch.device("cpu"), patience), layout(even_starts(3, 3))
 numbers = torch.ones(sums.pad(300_000))
 sums.start(numbers.clone(), [numbers], plan)
 sums.poll()
@@ -99,7 +99,7 @@ class Gone:
 def test_after_an_error_nothing_more_is_waited_for() -> None:
     """Neither for a sum that was started later, nor for those of the same time; the first error is raised, once."""
     group = Gone()
-    sums, plan = TreeSum(group, torch.device("cpu")), layout(even_starts(3, 3))  # type: ignore[arg-type]
+    sums, plan = TreeAllReduce(group, torch.device("cpu")), layout(even_starts(3, 3))  # type: ignore[arg-type]
     for _ in range(2):
         sums.start(torch.ones(6), [torch.ones(6)], plan)
     sums._go_on_beside()  # as the thread beside the backward pass does

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline.parallel.statistics import RunningStatistics
+from paceline.parallel.batch_norm.shares import RunningStatistics
 from paceline.world.link import Link
 from tests.ranks import ranks
 

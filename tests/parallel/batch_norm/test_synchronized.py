@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.data.grain import Batch
-from paceline.parallel.joined_norm import GroupDoesNotDivide, JoinedBatchNorm, JoinedNorms, NotCalled
+from paceline.parallel.batch_norm.synchronized import GroupDoesNotDivide, JoinedBatchNorm, JoinedNorms, NotCalled
 from paceline.world.link import Link
 from tests.ranks import RanksFailed, ranks, run_ranks
 from tests.train.apart import fit
