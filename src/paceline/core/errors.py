@@ -10,6 +10,10 @@
 
     raise RunBusy(folder, owner)
 
+A failure whose sentence is used once has no class of its own. It is raised as one of the kinds below, with its hint:
+
+    raise NotFound(f"{folder} contains no checkpoint", hint="train it first: `paceline train ...`")
+
 Annotated names are the fields, given by position or by name. `sentence` and `hint` are format strings over the fields
 and over properties of the class, so a sentence that needs a decision takes it in a property. `{ranks:#rank}` is a
 number with its noun: `1 rank`, `2 ranks`.
@@ -58,6 +62,7 @@ class PacelineError(Exception):
     def __init__(self, *values: Any, **named: Any) -> None:
         if not self.sentence:
             super().__init__(*values)
+            self.__dict__.update(named)  # `hint`, for a kind of failure whose sentence is written where it is raised
             return
         fields = dict(zip(self._fields, values, strict=False)) | named
         missing = [name for name in self._fields if name not in fields and not hasattr(type(self), name)]
@@ -88,6 +93,54 @@ class PacelineError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the message and the fields as they are; `__init__` is not called again."""
         return _restored, (type(self), self.args, self.__dict__)
+
+
+class InvalidSetting(PacelineError):
+    """A setting, option or argument has a value that cannot be used."""
+
+
+class WrongType(PacelineError, TypeError):
+    """An argument of a public function has the wrong type."""
+
+
+class Conflict(PacelineError):
+    """Two settings, or a setting and the data or machine, cannot be used together."""
+
+
+class NotFound(PacelineError):
+    """A file, run, checkpoint, name or device does not exist."""
+
+
+class AlreadyExists(PacelineError):
+    """An output exists and is not overwritten."""
+
+
+class Busy(PacelineError):
+    """Another process is using a folder, port or file."""
+
+
+class NotInstalled(PacelineError):
+    """A package or program that a command needs is not installed."""
+
+
+class Unreadable(PacelineError):
+    """A file is damaged, or is not in the format that was expected."""
+
+
+class InvalidData(PacelineError):
+    """A data set, sample or batch cannot be used."""
+
+
+class TaskContract(PacelineError):
+    """A method of the user's task, model, loss or metric returned something that training cannot use."""
+
+
+class RanksDiffer(PacelineError):
+    """Ranks have different values where all must have the same."""
+
+
+class Failed(PacelineError):
+    """A process, program or service that this command needs has failed."""
 
 
 def _shown(text: str) -> str:
