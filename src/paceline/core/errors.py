@@ -61,7 +61,7 @@ class PacelineError(Exception):
 
     def __init__(self, *values: Any, **named: Any) -> None:
         if not self.sentence:
-            super().__init__(*values)
+            super().__init__(*(_shown(value) if isinstance(value, str) else value for value in values))
             self.__dict__.update(named)  # `hint`, for a kind of failure whose sentence is written where it is raised
             return
         fields = dict(zip(self._fields, values, strict=False)) | named
