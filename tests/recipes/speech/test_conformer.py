@@ -13,7 +13,7 @@ import yaml
 import paceline.asr
 from paceline.cli.main import main
 from paceline.config.problems import SettingsInvalid
-from paceline.recipes.speech.objective import Objective, divergence_sum
+from paceline.recipes.speech.network.ctc_objective import Objective, divergence_sum
 from paceline.recipes.speech.settings import AsrSettings
 from paceline.recipes.speech.text.ctc import ctc_loss_sum
 from paceline.world.link import Link

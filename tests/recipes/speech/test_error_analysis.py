@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from paceline.cli.main import main
 from paceline.observe.journal import read
 from paceline.observe.report.runs import read_run
-from paceline.recipes.speech.error_analysis import ErrorBook, joined
-from paceline.recipes.speech.error_file import ERRORS, MOST_CHARACTERS, MOST_SPEAKERS, NUM_WORST
 from paceline.recipes.speech.report import AsrReport
 from paceline.recipes.speech.text.error_rate import WordEdits, word_edits, word_errors
+from paceline.recipes.speech.word_errors.book import ErrorBook, joined
+from paceline.recipes.speech.word_errors.file import ERRORS, MOST_CHARACTERS, MOST_SPEAKERS, NUM_WORST
 from tests.observe.report.made import usual, write_run
 from tests.recipes.speech import tiny
 
@@ -122,4 +122,4 @@ def test_a_set_without_words_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     dev = tiny.speech(tmp_path, "dev", 2, seed=2)
     silent = tiny.manifest(dev, [{**line, "text": ""} for line in tiny.lines_of(dev)])
     tiny.train(tiny.settings(tmp_path, epochs=2, val_manifest=(str(silent),)))
-    assert capsys.readouterr().out.count("dev: no text to compare with has a word, so its WER is nan; ") == 1
+    assert capsys.readouterr().out.count("dev: all references are empty, so its WER is undefined (") == 1

@@ -19,13 +19,12 @@ from paceline.recipes.speech.audio.trim import bounds
 from paceline.recipes.speech.data.inputs import InputsUnreadable, measure_all
 from paceline.recipes.speech.data.utterances import Utterance, collate
 from paceline.recipes.speech.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
-from paceline.recipes.speech.decoding.transducer import MAX_SYMBOLS, TransducerReader, TransducersAreGreedy
 from paceline.recipes.speech.exchange.weights import read_model
+from paceline.recipes.speech.head import head_of
 from paceline.recipes.speech.network.config import NetworkSettings, read_network
 from paceline.recipes.speech.network.model import AcousticModel
-from paceline.recipes.speech.network.transducer.decoder import TransducerDecoder
 from paceline.recipes.speech.sound.arrays import NoRecording, as_array, as_samples
-from paceline.recipes.speech.streaming.use import LongText, StreamsAreForCtc, StreamsAreGreedy, Windows, transcribe_long
+from paceline.recipes.speech.streaming.use import LongText, StreamsAreGreedy, Windows, transcribe_long
 from paceline.recipes.speech.streaming.windows import PAUSE_S, Listener, Norm
 from paceline.recipes.speech.text.pieces import Pieces
 from paceline.recipes.speech.text.subwords.tokenizer import stored
@@ -103,11 +102,10 @@ def load(
     model = AcousticModel(network)
     model.load_state_dict(dict(weights))
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
-    labels, frame_seconds = Pieces(network.labels), model.frame_seconds
+    labels, head = Pieces(network.labels), head_of(network)
     if decoder == "greedy":
-        return Recognizer(model.to(chosen), network, greedy_reader(model, labels, max_symbols))
-    if network.transducer is not None:
-        raise TransducersAreGreedy
+        return Recognizer(model.to(chosen), network, head.greedy_decoder(model, labels, max_symbols))
+    head.check_beam()
     beam = BeamDecoder(
         labels,
         beam_width=beam_width,
@@ -116,7 +114,7 @@ def load(
         word_bonus=word_bonus,
         hotwords=hotwords,
         hotword_weight=hotword_weight,
-        frame_seconds=frame_seconds,
+        frame_seconds=model.frame_seconds,
     )
     return Recognizer(model.to(chosen), network, beam)
 
@@ -132,14 +130,6 @@ def _read_run(folder: Path, checkpoint: Which) -> tuple[NetworkSettings, Mapping
     return network, read_weights(find_checkpoint(folder, checkpoint))
 
 
-def greedy_reader(model: AcousticModel, labels: Pieces, max_symbols: int = MAX_SYMBOLS) -> TextDecoder:
-    """Return what reads the best text off a model's output: of CTC, or of a transducer."""
-    network, frame_seconds = model.decoder, model.frame_seconds
-    if isinstance(network, TransducerDecoder):
-        return TransducerReader(network, labels, frame_seconds=frame_seconds, max_symbols=max_symbols)
-    return GreedyDecoder(labels, frame_seconds=frame_seconds)
-
-
 class Recognizer:
     """Transcribes files and arrays, in batches by length, in the order in which they are given."""
 
@@ -148,7 +138,7 @@ class Recognizer:
         self.labels = Pieces(network.labels)
         """Its classes: see `Pieces` for how they make words."""
         self.sample_rate = network.sample_rate
-        self.decoder = decoder or greedy_reader(model, self.labels)
+        self.decoder = decoder or head_of(network).greedy_decoder(model, self.labels)
 
     @torch.inference_mode()
     def transcribe(self, audio: Audio | Sequence[Audio]) -> list[str]:
@@ -218,8 +208,7 @@ class Recognizer:
         )
 
     def _check_greedy(self, what: str) -> None:
-        if self.network.transducer is not None:
-            raise StreamsAreForCtc(what)
+        head_of(self.network).check_windows(what)
         if not isinstance(self.decoder, GreedyDecoder):
             raise StreamsAreGreedy(what)
 

@@ -76,13 +76,6 @@ class RunLabels:
         self._found: Labels | Subwords | None = None
         self._is_looked_for = False
 
-    def are_of(self, settings: AsrSettings) -> bool:
-        """Return True if settings ask for these labels."""
-        ours = self._settings
-        return settings is ours or all(
-            getattr(settings, name) == getattr(ours, name) for name in ("network", "vocabulary", "tokenizer")
-        )
-
     def known(self) -> Labels | Subwords | None:
         """Return the labels; None if they are to be learned, which takes the transcripts of training."""
         if self._is_looked_for:
@@ -93,6 +86,11 @@ class RunLabels:
             self._found = Labels(settings.network.labels)
         else:
             self._found = self._shared(self._read)
+        return self._found
+
+    def learned(self) -> Labels | Subwords:
+        """Return the labels, once they are known or learned."""
+        assert self._found is not None
         return self._found
 
     def learn(self, training: Manifest | None) -> Labels | Subwords:
@@ -111,16 +109,14 @@ class RunLabels:
         self._say(f"labels: {self._found.tokenizer.shown}, learned from {len(training):,} transcripts")
         return self._found
 
-    def store(self) -> None:
-        """Write the subwords into the run's folder, which is there when training asks for data."""
-        out, labels = self._settings.out, self._found
-        if self._rank != 0 or out is None or not isinstance(labels, Subwords) or not RunFolder(out).is_run:
-            return
-        if stored(out) == labels.tokenizer:
+    def store(self, run: Path) -> None:
+        """Write the subwords into the folder of a run."""
+        labels = self._found
+        if not isinstance(labels, Subwords) or stored(run) == labels.tokenizer:
             return
         for name in (MODEL, WORD_PIECES):
-            (out / name).unlink(missing_ok=True)
-        with replacing(out / labels.tokenizer.file, "wb") as file:
+            (run / name).unlink(missing_ok=True)
+        with replacing(run / labels.tokenizer.file, "wb") as file:
             file.write(labels.tokenizer.content)
 
     def _shared(self, find: Callable[[], Tokenizer | None]) -> Subwords | None:

@@ -9,8 +9,8 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.recipes.speech.error_file import MOST_CHARACTERS, MOST_SPEAKERS, NUM_WORST, Analysis
 from paceline.recipes.speech.text.error_rate import WordEdits, word_edits
+from paceline.recipes.speech.word_errors.file import MOST_CHARACTERS, MOST_SPEAKERS, NUM_WORST, Analysis
 
 
 class _Heard(NamedTuple):
