@@ -18,8 +18,7 @@ import numpy as np
 
 from paceline.config.named_sets import name_sets
 from paceline.config.problems import first_lines
-from paceline.core.errors import PacelineError
-from paceline.core.language import said
+from paceline.core.errors import InvalidData, PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.observe.bars import SideBar
 from paceline.recipes.speech.audio.check import check_all
@@ -48,39 +47,6 @@ BAD_DATA = "bad-data.txt"
 """In the run folder: the lines that `bad_data: skip` left out."""
 MOST_THREADS = 16
 """That look at audio files, on one rank."""
-
-
-class TranscriptsTooLong(PacelineError):
-    """Utterances that CTC cannot learn: it writes one label per frame at most, and a blank between equal ones."""
-
-    num_short: int
-    total: int
-    network: NetworkSettings
-    are_characters: bool
-    sentence = (
-        "train: {share} of the utterances have fewer frames than their transcripts have labels, and would add nothing: "
-        "the network has a frame per {frame_ms:.0f} ms at its output"
-    )
-    hint = "{advice}; `--max-too-short {go_on:g}` goes on with the others"
-
-    @property
-    def share(self) -> str:
-        return f"{self.num_short / self.total:.1%}"
-
-    @property
-    def go_on(self) -> float:
-        return min(1.0, math.ceil(100 * self.num_short / self.total + 1) / 100)
-
-    @property
-    def frame_ms(self) -> float:
-        frames = 100_000
-        return 1000 * self.network.features.stride_s * frames / self.network.output_length(frames)
-
-    @property
-    def advice(self) -> str:
-        if self.are_characters:
-            return said("write subwords, which are fewer: `--vocabulary 128`")
-        return said("write longer subwords (a larger `--vocabulary`), or take a network that keeps more frames")
 
 
 @dataclass(frozen=True)
@@ -249,7 +215,7 @@ class Opening:
         if num_short:
             self._say(f"{part.name}: {num_short:,} too short for their transcripts add nothing to the loss")
         if part.is_training and num_short > self._settings.max_too_short * len(manifest):
-            self._refuse_new(TranscriptsTooLong(num_short, len(manifest), network, isinstance(labels, Labels)))
+            self._refuse_new(_too_long(num_short / len(manifest), network, are_characters=isinstance(labels, Labels)))
         return Corpus(manifest, texts), report
 
     def _check_labels(self, reports: Mapping[Part, TextReport], labels: EncodingLabels) -> None:
@@ -284,6 +250,23 @@ class Opening:
         if not goes_on:
             raise refused
         self._say(f"{refused}\n  {refused.hint}")
+
+
+def _too_long(share: float, network: NetworkSettings, *, are_characters: bool) -> InvalidData:
+    """Return the error for transcripts that CTC cannot learn: it writes one label per frame at most."""
+    frames = 100_000
+    frame_ms = 1000 * network.features.stride_s * frames / network.output_length(frames)
+    advice = (
+        "write subwords, which are fewer: `--vocabulary 128`"
+        if are_characters
+        else "write longer subwords (a larger `--vocabulary`), or take a network that keeps more frames"
+    )
+    accepted = min(1.0, math.ceil(100 * share + 1) / 100)
+    return InvalidData(
+        f"train: {share:.1%} of the utterances have fewer frames than their transcripts have labels, and would add "
+        f"nothing: the network has a frame per {frame_ms:.0f} ms at its output",
+        hint=f"{advice}; `--max-too-short {accepted:g}` continues with the others",
+    )
 
 
 def texts_of(manifest: Manifest) -> Iterator[str]:

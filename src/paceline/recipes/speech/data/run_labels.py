@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.disk import replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, NotFound, PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.recipes.speech.data.corpus import texts_of
 from paceline.recipes.speech.exchange.export import check_labels
@@ -26,44 +26,6 @@ from paceline.recipes.speech.text.subwords.tokenizer import (
     stored,
 )
 from paceline.train.checkpoint.format import listed
-
-
-class SubwordsGone(PacelineError):
-    """A run whose file of subwords was removed: nobody knows what its classes mean."""
-
-    run: Path
-    sentence = f"{{run}} has lost its {MODEL} (or {WORD_PIECES}): without it, no text can be read or written"
-    hint = "bring it back: a copy or an export of the run has it, too"
-
-
-class TokenizerChanged(PacelineError):
-    """A run that goes on with other subwords than it was trained on."""
-
-    tokenizer: Path
-    run: Path
-    sentence = "{tokenizer} has other subwords than {run} was trained with: its classes would mean something else"
-    hint = (
-        "leave out `--tokenizer`, the run has its own; for other subwords, begin a new run with "
-        "`--init-from CHECKPOINT --new-decoder`"
-    )
-
-
-class CutUnknown(PacelineError):
-    """Labels that are subwords, without the file that says how texts are cut into them."""
-
-    labels: tuple[str, ...]
-    sentence = (
-        "the labels of the network are {number:,} subwords ({first}, ...), and nothing says how texts are cut into them"
-    )
-    hint = "name the file: `--tokenizer tokenizer.model`, NeMo's folder of it, or the .nemo archive of the network"
-
-    @property
-    def number(self) -> int:
-        return len(self.labels)
-
-    @property
-    def first(self) -> str:
-        return ", ".join(self.labels[:4])
 
 
 class RunLabels:
@@ -149,12 +111,21 @@ class RunLabels:
                 self._check_same(own, home)
                 return own
             if is_used or listed(RunFolder(home).checkpoints):
-                raise SubwordsGone(home)
+                raise NotFound(
+                    f"{home} has lost its {MODEL} (or {WORD_PIECES}): without it, no text can be read or written",
+                    hint="bring it back: a copy or an export of the run has it, too",
+                )
         if settings.tokenizer is not None:
             return self._given(settings.tokenizer)
         if settings.vocabulary is not None:
             return None
-        raise CutUnknown(settings.network.labels)
+        labels = settings.network.labels
+        raise NotFound(
+            f"the labels of the network are {len(labels):,} subwords ({', '.join(labels[:4])}, ...), and no tokenizer "
+            "is known that cuts texts into them",
+            hint="name its file: `--tokenizer tokenizer.model`, NeMo's folder of it, or the .nemo archive of the "
+            "network",
+        )
 
     def _given(self, path: Path) -> Tokenizer:
         tokenizer = read_tokenizer(path)
@@ -171,4 +142,8 @@ class RunLabels:
         if not given.exists():
             self._say(f"labels: {given} is gone; the run has its own copy of it")
         elif read_tokenizer(given) != own:
-            raise TokenizerChanged(given, run)
+            raise Conflict(
+                f"{given} has different subwords than {run} was trained with: its classes would change their meaning",
+                hint="leave out `--tokenizer`, the run has its own; for other subwords, begin a new run with "
+                "`--init-from CHECKPOINT --new-decoder`",
+            )
