@@ -98,5 +98,5 @@ class AcousticModel(nn.Module):
 
 
 def acoustic(model: nn.Module) -> AcousticModel:
-    """Return the model that a task was given back by the trainer, as the type that it was made of."""
+    """Return the module that the trainer hands to a speech task with its type: it is what `Asr.model` has returned."""
     return cast(AcousticModel, model)
