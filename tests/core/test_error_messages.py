@@ -37,7 +37,6 @@ UNSAMPLED = {
         "BadManifest",
         "BadText",
         "CallInvalid",
-        "CutUnknown",
         "DefaultFails",
         "DuplicateRank",
         "FirstRankUnreached",
@@ -54,7 +53,6 @@ UNSAMPLED = {
         "SettingsInvalid",
         "SettingsOutdated",
         "StreamsDiffer",
-        "TranscriptsTooLong",
     ),
 }
 """Classes that take objects of ours; tests of what raises them read their messages."""

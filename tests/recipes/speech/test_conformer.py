@@ -13,9 +13,7 @@ import yaml
 import paceline.asr
 from paceline.cli.main import main
 from paceline.config.problems import SettingsInvalid
-from paceline.recipes.speech.objective import Objective, divergence_sum
 from paceline.recipes.speech.settings import AsrSettings
-from paceline.recipes.speech.text.ctc import ctc_loss_sum
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.recipes.speech import tiny
@@ -123,33 +121,3 @@ def test_the_networks_file_advises_how_to_train_it_and_says_so(
     (tmp_path / "net.yaml").write_text(yaml.safe_dump({**NETWORK, "recipe": {"lrr": 0.002}}))
     with pytest.raises(SettingsInvalid, match="lrr: there is no such setting"):
         AsrSettings(**plain, epochs=1, network=str(tmp_path / "net.yaml"))
-
-
-def test_the_objective_is_its_formula() -> None:
-    torch.manual_seed(0)
-    layers, views, batch, frames, classes = 3, 2, 2, 7, 4
-    passes = torch.randn(layers, views, batch, frames, classes, dtype=torch.float64).log_softmax(-1)
-    targets, lengths, sizes = torch.tensor([[0, 1, 2], [2, 1, 0]]), [7, 5], [3, 2]
-    found = Objective(layers, views, 0.3, 0.2).loss_sum(passes.flatten(0, 2), targets, lengths, sizes)
-
-    def ctc(layer: int) -> float:
-        each = [ctc_loss_sum(passes[layer, view], targets, lengths, sizes).item() for view in range(views)]
-        return sum(each) / views
-
-    divergence = 0.0
-    for row, length in enumerate(lengths):
-        for frame in range(length):
-            p, q = passes[0, 0, row, frame].exp(), passes[0, 1, row, frame].exp()
-            divergence += ((p * (p / q).log()).sum() + (q * (q / p).log()).sum()).item() / 2
-    assert divergence_sum(passes[0, 0], passes[0, 1], lengths).item() == pytest.approx(divergence)
-    expected = 0.7 * ctc(0) + 0.3 * (ctc(1) + ctc(2)) / 2 + 0.2 * divergence
-    assert found.item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_each_view_learns_from_the_other_as_it_is() -> None:
-    first, second = (torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    divergence_sum(first.log_softmax(-1), second.log_softmax(-1), [2]).backward()
-    towards = (first.softmax(-1) - second.softmax(-1)).detach() / 2  # of a cross entropy with the other as target
-    assert first.grad is not None
-    torch.testing.assert_close(first.grad[:, :2], towards[:, :2])
-    assert not first.grad[:, 2].any()

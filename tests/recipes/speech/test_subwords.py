@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from paceline.cli.main import main
-from paceline.recipes.speech.data.corpus import TranscriptsTooLong
-from paceline.recipes.speech.data.run_labels import CutUnknown, SubwordsGone, TokenizerChanged
+from paceline.core.errors import Conflict, InvalidData, NotFound
 from paceline.recipes.speech.exchange.export import LabelsDiffer, read_export
 from paceline.recipes.speech.recognizer import load
 from paceline.recipes.speech.text.labels import LabelsLackLetters
@@ -104,7 +103,7 @@ def test_a_run_is_validated_used_and_exported_with_its_subwords(
     whole.rename(moved)
     try:
         (moved / MODEL).rename(moved / "aside")
-        with pytest.raises(SubwordsGone):
+        with pytest.raises(NotFound):
             train_again(data, moved)
         assert main(["eval", str(moved)]) == 2
         (moved / "aside").rename(moved / MODEL)
@@ -119,7 +118,7 @@ def train_again(data: Path, out: Path, **changes: Any) -> None:
 
 def test_a_run_keeps_its_subwords(tmp_path: Path, data: Path, whole: Path) -> None:
     (tmp_path / "other.model").write_bytes(learn_bpe(["ab ba", "c", "abc"], 8).content)
-    with pytest.raises(TokenizerChanged, match="other subwords"):
+    with pytest.raises(Conflict, match="different subwords"):
         train_again(data, whole, tokenizer=tmp_path / "other.model", vocabulary=None, allow_change=True)
     with pytest.raises(SettingsChanged, match="vocabulary"):
         train_again(data, whole, vocabulary=8, epochs=3)
@@ -136,7 +135,7 @@ def test_subwords_of_a_file(tmp_path: Path, data: Path, whole: Path) -> None:
         tiny.train(tiny.settings(data, out=out, epochs=2, **changes))
         assert tiny.losses_of(out) == tiny.losses_of(whole)
     network = {**tiny.NETWORK, "labels": list(stored(whole).pieces)}  # type: ignore[union-attr]
-    with pytest.raises(CutUnknown, match="9 subwords"):
+    with pytest.raises(NotFound, match="9 subwords"):
         tiny.train(tiny.settings(data, network=network))
     tiny.train(tiny.settings(data, network=network, tokenizer=whole, steps=1))
     other = {**tiny.NETWORK, "labels": ["<unk>", "\u2581a", "b"]}
@@ -174,9 +173,9 @@ def test_advice_for_letters_that_learned_subwords_lack(tmp_path: Path, data: Pat
 def test_transcripts_that_are_longer_than_the_output(data: Path) -> None:
     """With 16-fold subsampling a letter of 110 ms has less than a frame."""
     slow = {**tiny.NETWORK, "blocks": [*({"filters": 8, "kernel": 3, "stride": 2} for _ in range(5))]}
-    with pytest.raises(TranscriptsTooLong, match="100.0% of the utterances .* a frame per 320 ms") as caught:
+    with pytest.raises(InvalidData, match="100.0% of the utterances .* a frame per 320 ms") as caught:
         tiny.train(tiny.settings(data, network=slow, val_manifest=()))
-    assert "`--vocabulary 128`; `--max-too-short 1` goes on" in caught.value.hint
+    assert "`--vocabulary 128`; `--max-too-short 1` continues" in caught.value.hint
     trained = tiny.train(tiny.settings(data, network=slow, val_manifest=(), max_too_short=1.0, steps=1))
     assert all(torch.isfinite(weight).all() for weight in trained.stepper.model.parameters())
 

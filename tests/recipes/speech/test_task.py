@@ -19,9 +19,9 @@ from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.speech.audio.check import check
 from paceline.recipes.speech.audio.file import AudioUnreadable
 from paceline.recipes.speech.data.corpus import BAD_DATA
-from paceline.recipes.speech.error_file import ERRORS
 from paceline.recipes.speech.network.config import read_network
 from paceline.recipes.speech.network.model import AcousticModel
+from paceline.recipes.speech.word_errors.file import ERRORS
 from paceline.train.checkpoint.format import listed
 from paceline.train.resume import SettingsChanged
 from paceline.train.summary import data_facts
@@ -345,13 +345,13 @@ def test_going_on_with_another_network_or_labels_is_refused(tmp_path: Path, data
     assert len(listed(tmp_path / "run" / "checkpoints")) == 1
 
 
-def test_labels_are_looked_at_once(data: Path) -> None:
+def test_labels_are_those_of_the_attached_settings(data: Path) -> None:
     task = tiny.task()
     task.attach(Surroundings(tiny.settings(data), alone(), lambda text: None))
-    assert task._labels is task._labels
+    assert task.network.labels == tiny.LABELS
     other = tiny.settings(data, network={**tiny.NETWORK, "labels": [" ", "c", "b", "a"]})
     task.attach(Surroundings(other, alone(), lambda text: None))
-    assert task._labels.symbols == (" ", "c", "b", "a")
+    assert task.network.labels == (" ", "c", "b", "a")
 
 
 def test_samples_are_shown_of_every_set(tmp_path: Path, data: Path) -> None:

@@ -12,20 +12,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, PacelineError
 from paceline.recipes.speech.audio.file import AudioFacts, AudioUnreadable
 from paceline.recipes.speech.audio.read import read_audio
 from paceline.recipes.speech.audio.trim import bounds
 from paceline.recipes.speech.data.inputs import InputsUnreadable, measure_all
 from paceline.recipes.speech.data.utterances import Utterance, collate
 from paceline.recipes.speech.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
-from paceline.recipes.speech.decoding.transducer import MAX_SYMBOLS, TransducerReader, TransducersAreGreedy
 from paceline.recipes.speech.exchange.weights import read_model
+from paceline.recipes.speech.head import head_of
 from paceline.recipes.speech.network.config import NetworkSettings, read_network
 from paceline.recipes.speech.network.model import AcousticModel
-from paceline.recipes.speech.network.transducer.decoder import TransducerDecoder
-from paceline.recipes.speech.sound.arrays import NoRecording, as_array, as_samples
-from paceline.recipes.speech.streaming.use import LongText, StreamsAreForCtc, StreamsAreGreedy, Windows, transcribe_long
+from paceline.recipes.speech.sound.arrays import as_array, as_samples
+from paceline.recipes.speech.streaming.use import LongText, StreamsAreGreedy, Windows, transcribe_long
 from paceline.recipes.speech.streaming.windows import PAUSE_S, Listener, Norm
 from paceline.recipes.speech.text.pieces import Pieces
 from paceline.recipes.speech.text.subwords.tokenizer import stored
@@ -46,18 +45,9 @@ class NotSpeech(PacelineError):
     hint = "give a run of `paceline train asr`, a folder of `paceline export`, or a .nemo archive"
 
 
-class NoSuchChoice(PacelineError):
-    """An argument of `load`, or of a recogniser, that cannot be."""
-
-    what: str
-    advice: str
-    sentence = "{what}"
-    hint = "{advice}"
-
-
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise NoSuchChoice(f"`{name}` is {value!r}", f"choose one of {', '.join(choices)}")
+        raise InvalidSetting(f"`{name}` is {value!r}", hint=f"choose one of {', '.join(choices)}")
 
 
 def _check_seconds(*, above_0: Mapping[str, float], others: Mapping[str, float]) -> None:
@@ -65,7 +55,7 @@ def _check_seconds(*, above_0: Mapping[str, float], others: Mapping[str, float])
     for name, value in {**above_0, **others}.items():
         if not (value > 0 or (value == 0 and name in others)) or value == math.inf:
             advice = "give seconds, at least 0" if name in others else "give seconds, above 0"
-            raise NoSuchChoice(f"`{name}` is {value}", advice)
+            raise InvalidSetting(f"`{name}` is {value}", hint=advice)
 
 
 def load(
@@ -88,26 +78,27 @@ def load(
     _check_choice("device", device, ("auto", "cpu", "cuda"))
     _check_choice("decoder", decoder, ("greedy", "beam"))
     if beam_width < 1:
-        raise NoSuchChoice(f"`beam_width` is {beam_width}", "give a number of hypotheses, 1 or more")
+        raise InvalidSetting(f"`beam_width` is {beam_width}", hint="give a number of hypotheses, 1 or more")
     if max_symbols < 1:
-        raise NoSuchChoice(f"`max_symbols` is {max_symbols}", "give a number of labels, 1 or more")
+        raise InvalidSetting(f"`max_symbols` is {max_symbols}", hint="give a number of labels, 1 or more")
     if decoder == "greedy" and (lm is not None or hotwords):
         what = "`lm`" if lm is not None else "`hotwords`"
-        raise NoSuchChoice(f"{what} with `decoder` 'greedy', which has no use for it", 'give `decoder="beam"`')
+        raise InvalidSetting(f"{what} with `decoder` 'greedy', which has no use for it", hint='give `decoder="beam"`')
     if isinstance(hotwords, str):
-        raise NoSuchChoice(f"`hotwords` is the text {hotwords!r}", "give a list of words")
+        raise InvalidSetting(f"`hotwords` is the text {hotwords!r}", hint="give a list of words")
     if device == "cuda" and not torch.cuda.is_available():
-        raise NoSuchChoice("`device` is 'cuda', but torch finds no GPU here", 'leave it out, or give `device="cpu"`')
+        raise InvalidSetting(
+            "`device` is 'cuda', but torch finds no GPU here", hint='leave it out, or give `device="cpu"`'
+        )
     path = Path(path)
     network, weights = read_model(path) or _read_run(path, checkpoint)
     model = AcousticModel(network)
     model.load_state_dict(dict(weights))
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
-    labels, frame_seconds = Pieces(network.labels), model.frame_seconds
+    labels, head = Pieces(network.labels), head_of(network)
     if decoder == "greedy":
-        return Recognizer(model.to(chosen), network, greedy_reader(model, labels, max_symbols))
-    if network.transducer is not None:
-        raise TransducersAreGreedy
+        return Recognizer(model.to(chosen), network, head.greedy_decoder(model, labels, max_symbols))
+    head.check_beam()
     beam = BeamDecoder(
         labels,
         beam_width=beam_width,
@@ -116,7 +107,7 @@ def load(
         word_bonus=word_bonus,
         hotwords=hotwords,
         hotword_weight=hotword_weight,
-        frame_seconds=frame_seconds,
+        frame_seconds=model.frame_seconds,
     )
     return Recognizer(model.to(chosen), network, beam)
 
@@ -132,14 +123,6 @@ def _read_run(folder: Path, checkpoint: Which) -> tuple[NetworkSettings, Mapping
     return network, read_weights(find_checkpoint(folder, checkpoint))
 
 
-def greedy_reader(model: AcousticModel, labels: Pieces, max_symbols: int = MAX_SYMBOLS) -> TextDecoder:
-    """Return what reads the best text off a model's output: of CTC, or of a transducer."""
-    network, frame_seconds = model.decoder, model.frame_seconds
-    if isinstance(network, TransducerDecoder):
-        return TransducerReader(network, labels, frame_seconds=frame_seconds, max_symbols=max_symbols)
-    return GreedyDecoder(labels, frame_seconds=frame_seconds)
-
-
 class Recognizer:
     """Transcribes files and arrays, in batches by length, in the order in which they are given."""
 
@@ -148,7 +131,7 @@ class Recognizer:
         self.labels = Pieces(network.labels)
         """Its classes: see `Pieces` for how they make words."""
         self.sample_rate = network.sample_rate
-        self.decoder = decoder or greedy_reader(model, self.labels)
+        self.decoder = decoder or head_of(network).greedy_decoder(model, self.labels)
 
     @torch.inference_mode()
     def transcribe(self, audio: Audio | Sequence[Audio]) -> list[str]:
@@ -218,8 +201,7 @@ class Recognizer:
         )
 
     def _check_greedy(self, what: str) -> None:
-        if self.network.transducer is not None:
-            raise StreamsAreForCtc(what)
+        head_of(self.network).check_windows(what)
         if not isinstance(self.decoder, GreedyDecoder):
             raise StreamsAreGreedy(what)
 
@@ -259,11 +241,7 @@ def _listed(audio: Any) -> list[Path | NDArray[Any]]:
 
 
 def _one(audio: Any) -> Path | NDArray[Any]:
-    if isinstance(audio, np.ndarray | Tensor):
-        return as_array(audio)
-    if not isinstance(audio, str | Path):
-        raise NoRecording(type(audio).__name__)
-    return Path(audio)
+    return Path(audio) if isinstance(audio, str | Path) else as_array(audio)
 
 
 def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:

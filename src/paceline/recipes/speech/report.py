@@ -13,7 +13,7 @@ from paceline.observe.report.section import RecipeReport, Section
 from paceline.observe.report.series import short, thin
 from paceline.observe.report.texts import escape, table
 from paceline.observe.typed_json import is_number
-from paceline.recipes.speech.error_file import ERRORS, Analysis, read_analyses
+from paceline.recipes.speech.word_errors.file import ERRORS, Analysis, read_analyses
 
 KINDS = {"substitutions": "#3d7bfd", "deletions": "#f0883e", "insertions": "#1fae84"}
 MOST_BYTES = 4_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import soundfile
 
 from paceline.config.named_sets import NamedTwice, absolute_set, name_sets
 from paceline.data.plan import BatchRule, Plan
-from paceline.recipes.speech.data.corpus import BAD_DATA, Corpus, Opening, Part, parts_of
+from paceline.recipes.speech.data.corpus import BAD_DATA, BadLines, Corpus, Opening, Part, parts_of
 from paceline.recipes.speech.data.utterances import Utterances
 from paceline.recipes.speech.manifest.bad_line import BadManifest
 from paceline.recipes.speech.manifest.columns import Manifest
@@ -111,11 +111,11 @@ def open_all(
     share: tuple[int, int] = (0, 1),
     gather: Callable[[Any], list[Any]] = alone,
     **changes: Any,
-) -> tuple[dict[Part, Corpus], Opening, list[str]]:
+) -> tuple[Mapping[Part, Corpus], BadLines, list[str]]:
     said: list[str] = []
     config = tiny.settings(folder, **changes)
-    opening = Opening(config, share, gather, said.append, labels_of(config))
-    return opening.open(parts_of(config)), opening, said
+    corpora = Opening(config, share, gather, said.append, labels_of(config)).open(parts_of(config))
+    return corpora.by_part, corpora.bad, said
 
 
 @pytest.fixture
@@ -181,9 +181,9 @@ def test_all_that_is_bad_anywhere_is_in_one_report(bad: Path) -> None:
 
 
 def test_what_is_skipped_is_counted_listed_and_gone(bad: Path) -> None:
-    corpora, opening, said = open_all(bad, bad_data="skip")
-    assert_expected(opening.bad)
-    assert opening.num_bad == 9
+    corpora, lines, said = open_all(bad, bad_data="skip")
+    assert_expected(lines.listed)
+    assert lines.total == 9
     sizes = {part.name: len(corpus.manifest) for part, corpus in corpora.items()}
     assert sizes == {"train": 4, "dev": 2}
     for corpus in corpora.values():
@@ -202,8 +202,8 @@ def test_ranks_agree_on_what_is_bad(link: Link, bad: Path) -> None:
     with pytest.raises(BadManifest) as caught:
         open_all(bad, share=share, gather=link.gather_objects)
     assert_expected(caught.value.bad)
-    corpora, opening, _ = open_all(bad, share=share, gather=link.gather_objects, bad_data="skip")
-    assert_expected(opening.bad)
+    corpora, lines, _ = open_all(bad, share=share, gather=link.gather_objects, bad_data="skip")
+    assert_expected(lines.listed)
     rows = {part.name: corpus.manifest.durations.tolist() for part, corpus in corpora.items()}
     assert link.gather_objects(rows) == [rows] * link.world.size
 
@@ -217,7 +217,7 @@ def test_one_file_may_be_trained_on_and_validated_on(tmp_path: Path) -> None:
     late = {"audio_filepath": "train/long.flac", "duration": 5.0, "text": "a"}
     absent = {**lines[1], "audio_filepath": "train/absent.flac"}
     tiny.manifest(tmp_path / "train.json", [late, lines[0], absent, lines[2]])
-    corpora, opening, _ = open_all(
+    corpora, lines, _ = open_all(
         tmp_path, val_manifest=(str(tmp_path / "train.json"),), max_seconds=4.0, bad_data="skip"
     )
     files = {
@@ -225,7 +225,7 @@ def test_one_file_may_be_trained_on_and_validated_on(tmp_path: Path) -> None:
         for part, corpus in corpora.items()
     }
     assert files == {True: ["0", "2"], False: ["long", "0", "2"]}
-    assert opening.num_bad == 2
+    assert lines.total == 2
 
     trained = tiny.train(
         tiny.settings(
@@ -320,7 +320,7 @@ def test_a_long_manifest_has_no_object_per_line(tmp_path: Path) -> None:
     tiny.manifest(tmp_path / "train.json", [line % (row, 1 + row % 1500 / 100) for row in range(number)])
     config = tiny.settings(tmp_path, check_audio=False)
     opening = Opening(config, (0, 1), alone, lambda text: None, labels_of(config))
-    (corpus,) = opening.open(parts_of(config)).values()
+    (corpus,) = opening.open(parts_of(config)).by_part.values()
     data = Utterances(corpus.manifest, corpus.texts, tiny.RATE, config)
     assert len(data) == number
     pickled = pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from paceline.recipes.speech.data.inputs import InputsUnreadable, NothingToHear, open_inputs
+from paceline.core.errors import NotFound
+from paceline.recipes.speech.data.inputs import InputsUnreadable, open_inputs
 from paceline.recipes.speech.data.padding import collate
 from paceline.recipes.speech.data.utterances import Utterances
 from paceline.recipes.speech.manifest.read import NotAManifest
@@ -90,7 +91,7 @@ def test_nothing_left_is_an_error_whatever_is_skipped(folder: Path) -> None:
 
 def test_words_that_lead_nowhere(folder: Path) -> None:
     (folder / "nothing").mkdir()
-    with pytest.raises(NothingToHear, match="there is no audio in this folder"):
+    with pytest.raises(NotFound, match="there is no audio in this folder"):
         opened(folder / "nothing")
     with pytest.raises(NotAManifest, match="there is no such file"):
         opened(folder / "absent.json")

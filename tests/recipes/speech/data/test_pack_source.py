@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.disk import DiskFull
+from paceline.core.errors import Conflict, InvalidData
 from paceline.data.packed.pack import NothingToPack, pack
 from paceline.data.packed.reader import open_packed
 from paceline.recipes.speech.data import pack_source as from_manifest
-from paceline.recipes.speech.data.pack_source import AudioBroken, ManifestSource, RatesDiffer, cut
+from paceline.recipes.speech.data.pack_source import ManifestSource, cut
 from paceline.recipes.speech.manifest.read import read_manifests
 from tests.recipes.speech import tiny
 from tests.recipes.speech.sounds import tone, write
@@ -38,13 +39,13 @@ def test_a_packing_may_go_on_without_what_stopped_it(tmp_path: Path, monkeypatch
     names = ["good", "good", "good", "bad"]
     speech(tmp_path, *({"audio_filepath": f"{name}.wav", "duration": 0.5, "text": "a"} for name in names))
     manifest, _ = read_manifests([tmp_path / "all.json"])
-    with pytest.raises(AudioBroken, match="all.json:4"):
+    with pytest.raises(InvalidData, match="all.json:4"):
         pack(ManifestSource(manifest), tmp_path / "a.h5")
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda *words: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(DiskFull):
             pack(ManifestSource(manifest, skip_bad=True), tmp_path / "a.h5")
-    with pytest.raises(AudioBroken, match="all.json:4"):
+    with pytest.raises(InvalidData, match="all.json:4"):
         pack(ManifestSource(manifest), tmp_path / "a.h5")
     done = pack(ManifestSource(manifest, skip_bad=True), tmp_path / "a.h5")
     assert (done.num_rows, done.num_resumed, len(done.skipped)) == (3, 4, 1)
@@ -72,7 +73,7 @@ def test_several_sample_rates(tmp_path: Path) -> None:
     for rate in (8000, 16000):
         soundfile.write(tmp_path / f"{rate}.wav", np.arange(rate // 2, dtype=np.int16), rate)
         lines.append({"audio_filepath": f"{rate}.wav", "duration": 0.5, "text": "a"})
-    with pytest.raises(RatesDiffer, match="all.json:2: its sample rate is 16000 Hz, and 8000 Hz before") as caught:
+    with pytest.raises(Conflict, match="all.json:2: its sample rate is 16000 Hz, and 8000 Hz before") as caught:
         pack(speech(tmp_path, *lines), tmp_path / "a.h5")
     assert "`--sample-rate 8000` or `--sample-rate 16000`" in caught.value.hint
     manifest, _ = read_manifests([tmp_path / "all.json"])
@@ -85,7 +86,7 @@ def test_broken_recordings(tmp_path: Path) -> None:
     bad = tiny.damaged(tmp_path / "bad.flac")
     lines = tiny.lines_of(tmp_path / "good.json")
     source = speech(tmp_path, *lines[:3], bad, *lines[3:])
-    with pytest.raises(AudioBroken, match="all.json:4: .*bad.flac: is truncated or damaged") as caught:
+    with pytest.raises(InvalidData, match="all.json:4: .*bad.flac: is truncated or damaged") as caught:
         pack(source, tmp_path / "a.h5")
     assert "--bad-data skip" in caught.value.hint
     manifest, _ = read_manifests([tmp_path / "all.json"])
@@ -107,7 +108,7 @@ def test_a_recording_that_has_changed_is_read_again(
     paths = [write(tmp_path / f"{number}.wav", sound) for number, sound in enumerate(sounds)]
     paths[5].write_bytes(paths[5].read_bytes()[:5000])
     lines = [{"audio_filepath": path.name, "duration": 0.5, "text": "a"} for path in paths]
-    with pytest.raises(AudioBroken, match="all.json:6"):
+    with pytest.raises(InvalidData, match="all.json:6"):
         pack(speech(tmp_path, *lines), tmp_path / "a.h5", shard_bytes=shard_bytes)
     write(paths[5], sounds[5])
     sounds[1] = sounds[1][::-1].copy()

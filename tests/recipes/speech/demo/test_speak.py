@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import soundfile
 
+from paceline.core.errors import Failed, NotInstalled
 from paceline.recipes.speech.demo import speak
-from paceline.recipes.speech.demo.espeak import Espeak, EspeakFailed, EspeakMissing
+from paceline.recipes.speech.demo.espeak import Espeak, EspeakFailed
 from paceline.recipes.speech.demo.phrases import DIGITS, MAX_DIGITS, phrase
 from paceline.recipes.speech.demo.speak import (
     ACCENTS,
@@ -24,7 +25,6 @@ from paceline.recipes.speech.demo.speak import (
     UNSEEN_SPEAKERS,
     CorpusFolderUnusable,
     CorpusSettings,
-    SpeakingFailed,
     SpokenCorpus,
     find_corpus,
     make_corpus,
@@ -188,7 +188,7 @@ def test_a_child_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     os.chmod(broken, 0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     heard: list[int] = []
-    with pytest.raises(SpeakingFailed, match="ended with code 3: OSError: no space left"):
+    with pytest.raises(Failed, match="ended with code 3: OSError: no space left"):
         make_corpus(tmp_path / "corpus", SMALL, lambda done, _: heard.append(done))
     assert heard == [25]
     assert [path.name for path in tmp_path.iterdir()] == ["python"]
@@ -196,7 +196,7 @@ def test_a_child_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 
 def test_without_espeak_the_user_hears_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EspeakMissing) as caught:
+    with pytest.raises(NotInstalled) as caught:
         make_corpus(tmp_path / "corpus", SMALL)
     assert caught.value.hint == "pip install 'paceline[demo]'"
     assert not list(tmp_path.iterdir())

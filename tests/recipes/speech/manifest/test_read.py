@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.recipes.speech.manifest.raw_lines import ManifestChanged, raw_lines
+from paceline.core.errors import InvalidData
+from paceline.recipes.speech.manifest.raw_lines import raw_lines
 from paceline.recipes.speech.manifest.read import BadManifest, Manifest, NotAManifest, NothingKept, read_manifests
 
 GOOD = {"audio_filepath": "a.flac", "duration": 1.5, "text": "seven"}
@@ -102,7 +103,7 @@ def test_lines_can_be_read_again(tmp_path: Path) -> None:
     again = {row: json.loads(raw)["speaker"] for row, raw in raw_lines(manifest)}
     assert again == {0: 5, 1: 1, 2: 0, 3: 3}
     write(paths[1], *entries[3:4])
-    with pytest.raises(ManifestChanged, match=r"b\.json has been changed since it was read: line 3 is gone"):
+    with pytest.raises(InvalidData, match=r"b\.json has been changed since it was read: line 3 is gone"):
         list(raw_lines(manifest))
 
 

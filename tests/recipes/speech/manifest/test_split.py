@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.recipes.speech.manifest.split import BadParts, TooFewGroups, assign, parse_parts
+from paceline.core.errors import InvalidSetting
+from paceline.recipes.speech.manifest.split import BadParts, assign, parse_parts
 from tests.recipes.speech.commands.test_manifest import Shown, lines, manifest
 
 
@@ -70,7 +71,7 @@ def test_assign_leaves_no_part_empty() -> None:
     assert Counter(chosen.values()) == {"train": 4, "val": 1}
     some = assign({f"g{number}": 1.0 for number in range(1000)}, {"a": 0.3, "b": 0.2}, 7, "group")
     assert Counter(some.values()) == {"a": 300, "b": 200, None: 500}
-    with pytest.raises(TooFewGroups, match="2 parts of 1 group: one would be empty"):
+    with pytest.raises(InvalidSetting, match="2 parts of 1 group: one would be empty"):
         assign({"g": 1.0}, {"a": 0.5, "b": 0.5}, 0, "group")
     for text in (
         "",

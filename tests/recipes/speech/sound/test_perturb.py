@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotFound, PacelineError, Unreadable
 from paceline.recipes.speech.manifest.bad_line import BadManifest
 from paceline.recipes.speech.manifest.read import NotAManifest
-from paceline.recipes.speech.sound.clips import ClipsUnreadable, NoClips, find_clips
+from paceline.recipes.speech.sound.clips import find_clips
 from paceline.recipes.speech.sound.perturb import PerturbSettings, check_clips, max_stretch, perturb
 
 soundfile = pytest.importorskip("soundfile")
@@ -264,20 +264,20 @@ def test_clips_of_a_folder_and_of_a_manifest(clips: Path) -> None:
 
 def test_bad_clips_are_all_said_before_training(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(NoClips, match="holds no audio"):
+    with pytest.raises(NotFound, match="holds no audio"):
         check_clips(PerturbSettings(noise_from=empty))
     with pytest.raises(NotAManifest, match="there is no such file"):
         check_clips(PerturbSettings(impulse_from=empty / "none.json"))
     (empty / "a.wav").write_bytes(b"")
     (empty / "b.wav").write_bytes(b"RIFFnonsense" * 9)
-    with pytest.raises(ClipsUnreadable, match="2 files cannot be mixed in") as error:
+    with pytest.raises(Unreadable, match="2 files cannot be mixed in") as error:
         check_clips(PerturbSettings(noise_from=empty))
     assert "a.wav: is empty" in str(error.value)
     assert "b.wav: " in str(error.value)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
     manifest = clips / "bad.json"
     manifest.write_text('{"audio_filepath": "long.flac", "offset": 5}\n')
-    with pytest.raises(ClipsUnreadable, match="1 file cannot be mixed in\n.*has nothing at 5 s"):
+    with pytest.raises(Unreadable, match="1 file cannot be mixed in\n.*has nothing at 5 s"):
         check_clips(PerturbSettings(noise_from=manifest))
     manifest = clips / "worse.json"
     manifest.write_text('{"audio_filepath": "long.flac", "offset": "x"}\n{"text": 1}\nnot json\n')

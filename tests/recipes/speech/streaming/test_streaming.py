@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 import paceline.asr
 from paceline.cli.main import main
+from paceline.core.errors import InvalidData, InvalidSetting, WrongType
 from paceline.recipes.speech.audio.read import read_audio
 from paceline.recipes.speech.audio.trim import Loudness, bounds
 from paceline.recipes.speech.network.config import read_network
 from paceline.recipes.speech.network.model import AcousticModel
-from paceline.recipes.speech.recognizer import NoSuchChoice, Recognizer
-from paceline.recipes.speech.sound.arrays import NoRecording, NotAudio
+from paceline.recipes.speech.recognizer import Recognizer
 from paceline.recipes.speech.sound.features import FeatureSettings, LogMel
 from paceline.recipes.speech.streaming.sound import NotPcm, pipe_blocks
 from paceline.recipes.speech.streaming.use import Windows, file_statistics, infer_live, transcribe_long
@@ -180,16 +180,16 @@ def test_streams_take_what_whole_recordings_are_given_as(folder: Path, recognize
         assert recognizer.transcribe(audio) == recognizer.transcribe([samples])
     assert len(texts) == 1
     for wrong in (samples[None], samples.astype(np.int32), samples * np.nan, [1, 2], None):
-        with pytest.raises((NotAudio, NoRecording)):
+        with pytest.raises((WrongType, InvalidData)):
             recognizer.stream().feed(wrong)  # type: ignore[arg-type]
-        with pytest.raises((NotAudio, NoRecording)):
+        with pytest.raises((WrongType, InvalidData)):
             recognizer.transcribe(wrong)  # type: ignore[arg-type]
     for lengths in ({"chunk_s": 0.0}, {"overlap_s": -1.0}, {"lookahead_s": float("nan")}, {"pause_s": float("inf")}):
-        with pytest.raises(NoSuchChoice, match=next(iter(lengths))):
+        with pytest.raises(InvalidSetting, match=next(iter(lengths))):
             recognizer.stream(**lengths)
-    with pytest.raises(NoSuchChoice, match="window_s"):
+    with pytest.raises(InvalidSetting, match="window_s"):
         recognizer.transcribe_long(folder / "long.flac", window_s=-1.0)
-    with pytest.raises(NoSuchChoice, match="norm"):
+    with pytest.raises(InvalidSetting, match="norm"):
         recognizer.stream(norm="file")  # type: ignore[arg-type]
 
 

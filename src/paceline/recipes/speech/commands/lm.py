@@ -12,7 +12,7 @@ from paceline.config.load import load
 from paceline.config.settings import Section
 from paceline.core.cloud.address import Place, shown
 from paceline.core.cloud.file_copy import send
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting
 from paceline.core.json_text import json_text
 from paceline.core.language import said
 from paceline.core.terminal import emit, tell
@@ -48,17 +48,13 @@ with warnings.catch_warnings():
 OPTIONS, POSITIONAL = LmOptions, ("texts", "out")
 
 
-class NothingToDo(PacelineError):
-    """Neither a file to write nor a model to measure."""
-
-    sentence = "neither a file to write nor a model to measure is named"
-    hint = "`paceline lm train.json lm.arpa` makes a model, `paceline lm test.json --score lm.arpa` measures one"
-
-
 def run(argv: Sequence[str]) -> int:
     options = load(LmOptions, argv, prog="paceline lm", positional=POSITIONAL)
     if (options.out is None) == (options.score is None):
-        raise NothingToDo
+        raise InvalidSetting(
+            "neither a file to write nor a model to measure is named",
+            hint="`paceline lm train.json lm.arpa` makes a model, `paceline lm test.json --score lm.arpa` measures one",
+        )
     return _make(options) if options.score is None else _measure(options)
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section
+from paceline.core.errors import NotFound
 from paceline.core.json_text import json_text
 from paceline.core.language import said
 from paceline.core.terminal import emit, tell, warn
@@ -140,7 +141,12 @@ def _scan(options: ScanOptions) -> int:
     with SideBar("measuring", len(sources.entries)) as bar:
         scan = scanning.scan(sources, out, threads=_threads(options.threads), progress=bar.show)
     if not scan.lines:
-        raise scanning.NothingFound(options.path, [f"  {line}" for line in scan.report()])
+        details = "".join(f"\n  {line}" for line in scan.report())
+        raise NotFound(
+            f"{options.path}: there is nothing to make a manifest of{details}",
+            hint="texts are found in a .txt beside each audio file, in transcripts.tsv, .csv or .txt (file, text), in "
+            "LibriSpeech's *.trans.txt, and in a .tsv with the columns path and sentence",
+        )
     scanning.write_lines(out, map(scanning.as_line, scan.lines))
     tell("\n".join([*scan.report(), f"{out}: {counted(len(scan.lines), 'utterance')}, {scan.hours:,.2f} h"]) + "\n")
     return 0

@@ -18,12 +18,12 @@ import numpy as np
 
 from paceline.config.named_sets import name_sets
 from paceline.config.problems import first_lines
-from paceline.core.errors import PacelineError
-from paceline.core.language import said
+from paceline.core.errors import InvalidData, PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.observe.bars import SideBar
 from paceline.recipes.speech.audio.check import check_all
 from paceline.recipes.speech.data.packing import check_packed
+from paceline.recipes.speech.head import head_of
 from paceline.recipes.speech.manifest.bad_line import BadLine, BadManifest, shown
 from paceline.recipes.speech.manifest.columns import Manifest
 from paceline.recipes.speech.manifest.read import Reading, read_manifests
@@ -39,7 +39,6 @@ from paceline.recipes.speech.text.labels import (
     TextReport,
     encode_all,
     lost_letters,
-    required_frames,
 )
 from paceline.train.checkpoint.format import listed
 
@@ -48,39 +47,6 @@ BAD_DATA = "bad-data.txt"
 """In the run folder: the lines that `bad_data: skip` left out."""
 MOST_THREADS = 16
 """That look at audio files, on one rank."""
-
-
-class TranscriptsTooLong(PacelineError):
-    """Utterances that CTC cannot learn: it writes one label per frame at most, and a blank between equal ones."""
-
-    num_short: int
-    total: int
-    network: NetworkSettings
-    are_characters: bool
-    sentence = (
-        "train: {share} of the utterances have fewer frames than their transcripts have labels, and would add nothing: "
-        "the network has a frame per {frame_ms:.0f} ms at its output"
-    )
-    hint = "{advice}; `--max-too-short {go_on:g}` goes on with the others"
-
-    @property
-    def share(self) -> str:
-        return f"{self.num_short / self.total:.1%}"
-
-    @property
-    def go_on(self) -> float:
-        return min(1.0, math.ceil(100 * self.num_short / self.total + 1) / 100)
-
-    @property
-    def frame_ms(self) -> float:
-        frames = 100_000
-        return 1000 * self.network.features.stride_s * frames / self.network.output_length(frames)
-
-    @property
-    def advice(self) -> str:
-        if self.are_characters:
-            return said("write subwords, which are fewer: `--vocabulary 128`")
-        return said("write longer subwords (a larger `--vocabulary`), or take a network that keeps more frames")
 
 
 @dataclass(frozen=True)
@@ -122,6 +88,43 @@ def parts_of(settings: AsrSettings) -> list[Part]:
     return parts
 
 
+@dataclass(frozen=True)
+class BadLines:
+    """Lines that a run leaves out."""
+
+    listed: tuple[BadLine, ...] = ()
+    """The first of them."""
+    total: int = 0
+
+    def and_also(self, lines: Iterable[BadLine]) -> BadLines:
+        """Return these lines and those of `lines` that are not listed yet."""
+        new = tuple(line for line in dict.fromkeys(lines) if line not in self.listed)
+        return BadLines(self.listed + new, self.total + len(new))
+
+    def write(self, folder: Path) -> None:
+        """Write the list into the folder of a run."""
+        text = "".join(f"{line}\n" for line in first_lines(self.listed, len(self.listed), self.total, margin=""))
+        (folder / BAD_DATA).write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """All data sets of a run."""
+
+    by_part: Mapping[Part, Corpus]
+    bad: BadLines
+    """Lines of all data sets that were left out."""
+
+    @property
+    def training(self) -> Corpus:
+        return next(corpus for part, corpus in self.by_part.items() if part.is_training)
+
+    @property
+    def validation(self) -> dict[str, Corpus]:
+        """The other data sets by name."""
+        return {part.name: corpus for part, corpus in self.by_part.items() if not part.is_training}
+
+
 class Opening:
     """Opens the data sets of a run. All ranks must do it together: each looks at its share of the audio."""
 
@@ -136,20 +139,17 @@ class Opening:
         """`find_labels` returns what transcripts are written in, and may learn it from those of training."""
         self._settings, self._share, self._gather, self._say = settings, share, gather, say
         self._find_labels = find_labels
-        self.bad: list[BadLine] = []
-        """What was left out, as far as it is listed."""
-        self.num_bad = 0
 
-    def open(self, parts: Sequence[Part]) -> dict[Part, Corpus]:
-        """Each ready to be read. What is bad in any of them is reported together."""
+    def open(self, parts: Sequence[Part]) -> Corpora:
+        """Return the data sets, ready to be read. Bad lines of all of them are reported together."""
         looks = {part: self._look(part) for part in parts}
         self._refuse_bad(looks.values())
-        self.bad = [line for look in looks.values() for line in look.bad]
-        self.num_bad = sum(look.num_bad for look in looks.values())
         labels = self._find_labels(next((look.manifest for part, look in looks.items() if part.is_training), None))
         finished = {part: self._finish(part, look, labels) for part, look in looks.items()}
         self._check_labels({part: report for part, (_, report) in finished.items()}, labels)
-        return {part: corpus for part, (corpus, _) in finished.items()}
+        corpora = {part: corpus for part, (corpus, _) in finished.items()}
+        bad = tuple(line for look in looks.values() for line in look.bad)
+        return Corpora(corpora, BadLines(bad, sum(look.num_bad for look in looks.values())))
 
     def _refuse_bad(self, looks: Iterable[_Look]) -> None:
         """Raise `BadManifest` unless bad lines may be left out, and some good ones are left then."""
@@ -211,11 +211,11 @@ class Opening:
         texts, report = encode_all(texts_of(manifest), labels, self._settings.text_rules)
         if report.num_changed or report.dropped or report.num_empty:
             self._say(f"{part.name}: {report}")
-        num_short = too_short(manifest, texts, network) if network.transducer is None else 0  # it needs one frame
+        num_short = too_short(manifest, texts, network)
         if num_short:
             self._say(f"{part.name}: {num_short:,} too short for their transcripts add nothing to the loss")
         if part.is_training and num_short > self._settings.max_too_short * len(manifest):
-            self._refuse_new(TranscriptsTooLong(num_short, len(manifest), network, isinstance(labels, Labels)))
+            self._refuse_new(_too_long(num_short / len(manifest), network, are_characters=isinstance(labels, Labels)))
         return Corpus(manifest, texts), report
 
     def _check_labels(self, reports: Mapping[Part, TextReport], labels: EncodingLabels) -> None:
@@ -252,10 +252,21 @@ class Opening:
         self._say(f"{refused}\n  {refused.hint}")
 
 
-def list_bad(folder: Path, bad: Sequence[BadLine], num_bad: int) -> None:
-    """Write down in a run's folder what was left out of it."""
-    text = "".join(f"{line}\n" for line in first_lines(bad, len(bad), num_bad, margin=""))
-    (folder / BAD_DATA).write_text(text, encoding="utf-8", errors="surrogateescape")
+def _too_long(share: float, network: NetworkSettings, *, are_characters: bool) -> InvalidData:
+    """Return the error for transcripts that CTC cannot learn: it writes one label per frame at most."""
+    frames = 100_000
+    frame_ms = 1000 * network.features.stride_s * frames / network.output_length(frames)
+    advice = (
+        "write subwords, which are fewer: `--vocabulary 128`"
+        if are_characters
+        else "write longer subwords (a larger `--vocabulary`), or take a network that keeps more frames"
+    )
+    accepted = min(1.0, math.ceil(100 * share + 1) / 100)
+    return InvalidData(
+        f"train: {share:.1%} of the utterances have fewer frames than their transcripts have labels, and would add "
+        f"nothing: the network has a frame per {frame_ms:.0f} ms at its output",
+        hint=f"{advice}; `--max-too-short {accepted:g}` continues with the others",
+    )
 
 
 def texts_of(manifest: Manifest) -> Iterator[str]:
@@ -264,9 +275,9 @@ def texts_of(manifest: Manifest) -> Iterator[str]:
 
 
 def too_short(manifest: Manifest, texts: EncodedTexts, network: NetworkSettings) -> int:
-    """Return the number of utterances with fewer frames at the network's output than CTC needs for their texts."""
+    """Return the number of utterances with fewer frames at the network's output than their texts need."""
     samples = np.rint(manifest.durations * network.sample_rate).astype(np.int64)
     num_frames = LogMel(network.features, network.sample_rate).frame_rule
     frames, where = np.unique(num_frames(samples), return_inverse=True)
     outputs = np.array([network.output_length(int(number)) for number in frames])[where]
-    return int(np.count_nonzero(required_frames(texts) > outputs))
+    return int(np.count_nonzero(head_of(network).required_frames(texts) > outputs))

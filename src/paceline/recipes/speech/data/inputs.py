@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config.problems import first_lines
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotFound, PacelineError
 from paceline.data.packed.errors import is_packed
 from paceline.data.strings import Strings
 from paceline.recipes.speech.audio.check import check_all, in_threads, measure
@@ -24,15 +24,6 @@ from paceline.recipes.speech.text.labels import EncodedTexts
 THREADS = 8
 SKIP_HINT = "mend them, leave them out, or add `--bad-data skip`"
 NOTHING_LEFT = "without them nothing is left: give audio files, folders of them, manifests, or `-` for live audio"
-
-
-class NothingToHear(PacelineError):
-    """A word that leads to no audio."""
-
-    word: str
-    why: str
-    sentence = "{word}: {why}"
-    hint = "give audio files, folders of them, manifests (.json, .jsonl), shards (.tar) or packed files (.h5)"
 
 
 class InputsUnreadable(PacelineError):
@@ -105,7 +96,10 @@ def _named(word: str) -> Path | list[Path]:
         return [path]
     files = audio_below(path)
     if not files:
-        raise NothingToHear(word, "there is no audio in this folder")
+        raise NotFound(
+            f"{word}: there is no audio in this folder",
+            hint="give audio files, folders of them, manifests (.json, .jsonl), shards (.tar) or packed files (.h5)",
+        )
     return files
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, InvalidData
 from paceline.data.packed.errors import NoSuchStream, is_packed
 from paceline.data.packed.layout import About, LeftOut, StreamSpec, Structure, stamp_or_none
 from paceline.data.packed.piece import Piece, PieceMaker
@@ -36,33 +36,6 @@ class FrontEnd(Protocol):
 
     def __call__(self, samples: NDArray[np.int16]) -> NDArray[np.float32]:
         """Return (frames, features) of 16-bit samples."""
-
-
-class RatesDiffer(PacelineError):
-    """Audio of several sample rates, and no rate to convert them to."""
-
-    where: str
-    rate: int
-    first: int
-    sentence = "{where}: its sample rate is {rate} Hz, and {first} Hz before"
-    hint = "say at which rate all is to be packed: `--sample-rate {low}` or `--sample-rate {high}`"
-
-    @property
-    def low(self) -> int:
-        return min(self.rate, self.first)
-
-    @property
-    def high(self) -> int:
-        return max(self.rate, self.first)
-
-
-class AudioBroken(PacelineError):
-    """An utterance that cannot be packed, where none may be left out."""
-
-    where: str
-    why: str
-    sentence = "{where}: {why}"
-    hint = "mend or remove it, and type the same command to go on; `--bad-data skip` leaves out what is broken"
 
 
 class ManifestSource:
@@ -142,7 +115,11 @@ class ManifestSource:
                 skipped.append(f"{self._manifest.where(row)}: {damaged.damage.what}")
             except AudioUnreadable as unreadable:
                 if not self.skip_bad:
-                    raise AudioBroken(self._manifest.where(row), str(unreadable)) from None
+                    raise InvalidData(
+                        f"{self._manifest.where(row)}: {unreadable}",
+                        hint="mend or remove it, and type the same command to go on; `--bad-data skip` leaves out what "
+                        "is broken",
+                    ) from None
                 skipped.append(f"{self._manifest.where(row)}: {unreadable}")
         extras = [self._extras.raw(row) for row in packed_rows]
         lengths = [self._seconds.get(row, float(self._manifest.durations[row])) for row in packed_rows]
@@ -168,7 +145,11 @@ class ManifestSource:
                 streams.append((StreamSpec(TEXT, "text", "uint8"), text))
                 continue
             if self._keeps_rate and (rate := _rate_of(self._manifest, row)) != self._rate:
-                raise RatesDiffer(self._manifest.where(row), rate, self._rate)
+                low, high = sorted((rate, self._rate))
+                raise Conflict(
+                    f"{self._manifest.where(row)}: its sample rate is {rate} Hz, and {self._rate} Hz before",
+                    hint=f"choose the rate of the packed audio: `--sample-rate {low}` or `--sample-rate {high}`",
+                )
             samples = self._recordings.read(row)
             if self._trim:
                 self._seconds[row] = len(samples) / self._rate

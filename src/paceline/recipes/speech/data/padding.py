@@ -29,7 +29,8 @@ class Utterance(NamedTuple):
 
 @dataclass(frozen=True)
 class Collate:
-    """Pads audio and texts of a grain. Lengths are there twice: for the device, and for the host, who must not ask."""
+    """Pads audio and texts of a grain. Lengths are kept on the device and on the host, so that reading them needs no
+    synchronisation."""
 
     audio_multiple: int = 1
     """Audio is padded to a multiple of this."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.disk import replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, NotFound, PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.recipes.speech.data.corpus import texts_of
 from paceline.recipes.speech.exchange.export import check_labels
@@ -28,44 +28,6 @@ from paceline.recipes.speech.text.subwords.tokenizer import (
 from paceline.train.checkpoint.format import listed
 
 
-class SubwordsGone(PacelineError):
-    """A run whose file of subwords was removed: nobody knows what its classes mean."""
-
-    run: Path
-    sentence = f"{{run}} has lost its {MODEL} (or {WORD_PIECES}): without it, no text can be read or written"
-    hint = "bring it back: a copy or an export of the run has it, too"
-
-
-class TokenizerChanged(PacelineError):
-    """A run that goes on with other subwords than it was trained on."""
-
-    tokenizer: Path
-    run: Path
-    sentence = "{tokenizer} has other subwords than {run} was trained with: its classes would mean something else"
-    hint = (
-        "leave out `--tokenizer`, the run has its own; for other subwords, begin a new run with "
-        "`--init-from CHECKPOINT --new-decoder`"
-    )
-
-
-class CutUnknown(PacelineError):
-    """Labels that are subwords, without the file that says how texts are cut into them."""
-
-    labels: tuple[str, ...]
-    sentence = (
-        "the labels of the network are {number:,} subwords ({first}, ...), and nothing says how texts are cut into them"
-    )
-    hint = "name the file: `--tokenizer tokenizer.model`, NeMo's folder of it, or the .nemo archive of the network"
-
-    @property
-    def number(self) -> int:
-        return len(self.labels)
-
-    @property
-    def first(self) -> str:
-        return ", ".join(self.labels[:4])
-
-
 class RunLabels:
     """Finds the labels of a run; all ranks must ask together, and one of them reads or learns."""
 
@@ -75,13 +37,6 @@ class RunLabels:
         self._settings, self._rank, self._gather, self._say = settings, rank, gather, say
         self._found: Labels | Subwords | None = None
         self._is_looked_for = False
-
-    def are_of(self, settings: AsrSettings) -> bool:
-        """Return True if settings ask for these labels."""
-        ours = self._settings
-        return settings is ours or all(
-            getattr(settings, name) == getattr(ours, name) for name in ("network", "vocabulary", "tokenizer")
-        )
 
     def known(self) -> Labels | Subwords | None:
         """Return the labels; None if they are to be learned, which takes the transcripts of training."""
@@ -93,6 +48,11 @@ class RunLabels:
             self._found = Labels(settings.network.labels)
         else:
             self._found = self._shared(self._read)
+        return self._found
+
+    def learned(self) -> Labels | Subwords:
+        """Return the labels, once they are known or learned."""
+        assert self._found is not None
         return self._found
 
     def learn(self, training: Manifest | None) -> Labels | Subwords:
@@ -111,16 +71,14 @@ class RunLabels:
         self._say(f"labels: {self._found.tokenizer.shown}, learned from {len(training):,} transcripts")
         return self._found
 
-    def store(self) -> None:
-        """Write the subwords into the run's folder, which is there when training asks for data."""
-        out, labels = self._settings.out, self._found
-        if self._rank != 0 or out is None or not isinstance(labels, Subwords) or not RunFolder(out).is_run:
-            return
-        if stored(out) == labels.tokenizer:
+    def store(self, run: Path) -> None:
+        """Write the subwords into the folder of a run."""
+        labels = self._found
+        if not isinstance(labels, Subwords) or stored(run) == labels.tokenizer:
             return
         for name in (MODEL, WORD_PIECES):
-            (out / name).unlink(missing_ok=True)
-        with replacing(out / labels.tokenizer.file, "wb") as file:
+            (run / name).unlink(missing_ok=True)
+        with replacing(run / labels.tokenizer.file, "wb") as file:
             file.write(labels.tokenizer.content)
 
     def _shared(self, find: Callable[[], Tokenizer | None]) -> Subwords | None:
@@ -153,12 +111,21 @@ class RunLabels:
                 self._check_same(own, home)
                 return own
             if is_used or listed(RunFolder(home).checkpoints):
-                raise SubwordsGone(home)
+                raise NotFound(
+                    f"{home} has lost its {MODEL} (or {WORD_PIECES}): without it, no text can be read or written",
+                    hint="bring it back: a copy or an export of the run has it, too",
+                )
         if settings.tokenizer is not None:
             return self._given(settings.tokenizer)
         if settings.vocabulary is not None:
             return None
-        raise CutUnknown(settings.network.labels)
+        labels = settings.network.labels
+        raise NotFound(
+            f"the labels of the network are {len(labels):,} subwords ({', '.join(labels[:4])}, ...), and no tokenizer "
+            "is known that cuts texts into them",
+            hint="name its file: `--tokenizer tokenizer.model`, NeMo's folder of it, or the .nemo archive of the "
+            "network",
+        )
 
     def _given(self, path: Path) -> Tokenizer:
         tokenizer = read_tokenizer(path)
@@ -175,4 +142,8 @@ class RunLabels:
         if not given.exists():
             self._say(f"labels: {given} is gone; the run has its own copy of it")
         elif read_tokenizer(given) != own:
-            raise TokenizerChanged(given, run)
+            raise Conflict(
+                f"{given} has different subwords than {run} was trained with: its classes would change their meaning",
+                hint="leave out `--tokenizer`, the run has its own; for other subwords, begin a new run with "
+                "`--init-from CHECKPOINT --new-decoder`",
+            )

@@ -7,10 +7,9 @@ from typing import Any
 
 from paceline.core.errors import PacelineError
 from paceline.core.language import said
-from paceline.recipes.speech.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
-from paceline.recipes.speech.decoding.transducer import TransducerReader, TransducersAreGreedy
+from paceline.recipes.speech.decoding.decoder import BeamDecoder, Hypothesis, TextDecoder
+from paceline.recipes.speech.head import Head
 from paceline.recipes.speech.network.model import AcousticModel
-from paceline.recipes.speech.network.transducer.decoder import TransducerDecoder
 from paceline.recipes.speech.settings import UseSettings
 from paceline.recipes.speech.text.pieces import Pieces
 from paceline.train.predictions import DetailedText
@@ -30,18 +29,15 @@ class NoBeam(PacelineError):
         return said("add `--decoder beam`; for greedy: `--{name} none`").format(name=self.name)
 
 
-def make_decoder(settings: UseSettings, labels: Pieces, model: AcousticModel) -> TextDecoder:
+def make_decoder(settings: UseSettings, labels: Pieces, model: AcousticModel, head: Head) -> TextDecoder:
     """Return the decoder of a run; raise for language models and hot words that do not fit its labels."""
-    frame_seconds, network = model.frame_seconds, model.decoder
-    if isinstance(network, TransducerDecoder):
-        if settings.decoder == "beam" or settings.lm or settings.hotwords:
-            raise TransducersAreGreedy
-        return TransducerReader(network, labels, frame_seconds=frame_seconds, max_symbols=settings.max_symbols)
+    if settings.decoder == "beam" or settings.lm or settings.hotwords:
+        head.check_beam()
     if settings.decoder == "greedy":
         for name, value in (("lm", settings.lm), ("hotwords", ",".join(settings.hotwords))):
             if value:
                 raise NoBeam(name, str(value))
-        return GreedyDecoder(labels, frame_seconds=frame_seconds)
+        return head.greedy_decoder(model, labels, settings.max_symbols)
     return BeamDecoder(
         labels,
         beam_width=settings.beam_width,
@@ -50,7 +46,7 @@ def make_decoder(settings: UseSettings, labels: Pieces, model: AcousticModel) ->
         word_bonus=settings.word_bonus,
         hotwords=settings.hotwords,
         hotword_weight=settings.hotword_weight,
-        frame_seconds=frame_seconds,
+        frame_seconds=model.frame_seconds,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotInstalled, PacelineError
 
 # of espeak-ng's speak_lib.h
 _SYNCHRONOUS = 2
@@ -22,13 +22,6 @@ _POSITION_CHARACTER = 1
 _UTF8 = 1
 _RATE, _VOLUME, _PITCH, _RANGE = 1, 2, 3, 4
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-
-
-class EspeakMissing(PacelineError):
-    """The package with espeak-ng is not installed."""
-
-    sentence = "speaking the demo corpus needs espeak-ng (package espeakng-loader), which is not installed"
-    hint = "pip install 'paceline[demo]'"
 
 
 class EspeakFailed(PacelineError):
@@ -41,7 +34,10 @@ class EspeakFailed(PacelineError):
 
 def require_espeak() -> None:
     if importlib.util.find_spec("espeakng_loader") is None:
-        raise EspeakMissing
+        raise NotInstalled(
+            "speaking the demo corpus needs espeak-ng (package espeakng-loader), which is not installed",
+            hint="pip install 'paceline[demo]'",
+        )
 
 
 class Espeak:

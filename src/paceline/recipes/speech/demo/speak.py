@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.settings import Positive, Section
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, PacelineError
 from paceline.recipes.speech.demo.espeak import Espeak, EspeakFailed, require_espeak
 from paceline.recipes.speech.demo.phrases import phrase
 
@@ -61,19 +61,6 @@ class CorpusFolderUnusable(PacelineError):
     why: str
     sentence = "no demo corpus can be written to {folder}: {why}"
     hint = "name a new or empty folder for the demo corpus"
-
-
-class SpeakingFailed(PacelineError):
-    """The child that speaks ended early."""
-
-    code: int
-    said: str
-    sentence = "speaking the demo corpus ended with code {code}: {last_words}"
-    hint = "see whether the disk has room; `python -m paceline.recipes.speech.demo.speak` is what was started"
-
-    @property
-    def last_words(self) -> str:
-        return self.said or "nothing was said"
 
 
 class CorpusSettings(Section):
@@ -283,7 +270,11 @@ def _speak_in_child(folder: Path, settings: CorpusSettings, progress: Callable[[
             child.kill()
             raise
     if child.returncode != 0:
-        raise SpeakingFailed(child.returncode, next(filter(None, reversed(said)), ""))
+        last_words = next(filter(None, reversed(said)), "no output")
+        raise Failed(
+            f"speaking the demo corpus ended with code {child.returncode}: {last_words}",
+            hint="see whether the disk has room; the command was `python -m paceline.recipes.speech.demo.speak`",
+        )
 
 
 def _digest(folder: Path, settings: CorpusSettings) -> str:

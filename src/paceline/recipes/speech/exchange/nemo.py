@@ -30,6 +30,7 @@ from paceline.core.errors import PacelineError
 from paceline.recipes.speech.exchange.document import parse
 from paceline.recipes.speech.exchange.export import ExportFailed, WeightsDiffer, check_weights
 from paceline.recipes.speech.exchange.nemo_yaml import nemo_config
+from paceline.recipes.speech.head import head_of
 from paceline.recipes.speech.network.config import BlockSettings, NetworkInvalid, NetworkSettings, build_network
 from paceline.recipes.speech.network.encoder import weight_shapes
 from paceline.recipes.speech.text.pieces import WORD_START
@@ -135,7 +136,8 @@ def nemo_names(network: NetworkSettings, *, is_masked: bool) -> dict[str, str]:
     convolutions are masked, a convolution lies inside of a module as `conv`.
     """
     conv = "conv.weight" if is_masked else "weight"
-    names = _decoder_names(network)
+    names = dict(head_of(network).nemo_names())
+    names |= {name: name for name in weight_shapes(network) if name.startswith("decoder.prediction.")}
     if network.conformer is not None:  # a Conformer has NeMo's names
         return names | {name: name for name in weight_shapes(network) if name.startswith("encoder.")}
     chain = 0
@@ -147,20 +149,6 @@ def nemo_names(network: NetworkSettings, *, is_masked: bool) -> dict[str, str]:
             names[f"{ours}.residuals.{number}.conv.weight"] = f"{theirs}.res.{number}.0.{conv}"
             for part in _NORM:
                 names[f"{ours}.residuals.{number}.norm.{part}"] = f"{theirs}.res.{number}.1.{part}"
-    return names
-
-
-def _decoder_names(network: NetworkSettings) -> dict[str, str]:
-    """Return names of a decoder. A joint network is a list of activation, dropout if any, and the layer of scores."""
-    parts = ("weight", "bias")
-    if network.transducer is None:
-        return {f"decoder.conv.{part}": f"decoder.decoder_layers.0.{part}" for part in parts}
-    names = {name: name for name in weight_shapes(network) if name.startswith("decoder.prediction.")}
-    names |= {f"decoder.joint.{side}.{part}": f"joint.{side}.{part}" for side in ("enc", "pred") for part in parts}
-    last = 2 if network.transducer.joint_dropout else 1
-    names |= {f"decoder.joint.out.{part}": f"joint.joint_net.{last}.{part}" for part in parts}
-    if network.transducer.ctc:
-        names |= {f"decoder.ctc.conv.{part}": f"ctc_decoder.decoder_layers.0.{part}" for part in parts}
     return names
 
 

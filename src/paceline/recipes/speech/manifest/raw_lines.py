@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData
 from paceline.core.json_text import json_text
 from paceline.core.paths import near
 from paceline.data.packed.errors import is_packed
@@ -22,19 +22,6 @@ from paceline.recipes.speech.manifest.line import AUDIO_KEYS, BOM, parse_object
 from paceline.recipes.speech.shards.tar_index import SUFFIX
 
 _IN_COLUMNS = frozenset((*AUDIO_KEYS, "duration", "offset", "text", "text_filepath", "shard_id"))
-
-
-class ManifestChanged(PacelineError):
-    """A manifest that no longer holds the lines that were read from it."""
-
-    path: Path
-    line: int
-    sentence = "{place} has been changed since it was read: line {line} is gone"
-    hint = "start again, and leave the file alone meanwhile"
-
-    @property
-    def place(self) -> str:
-        return near(self.path)
 
 
 def raw_lines(manifest: Manifest) -> Iterator[tuple[int, bytes]]:
@@ -110,7 +97,10 @@ def _lines_of_file(path: Path, rows: list[int], numbers: list[int]) -> Iterator[
                 raw = file.readline()
                 position += 1
                 if not raw:
-                    raise ManifestChanged(path, number)
+                    raise InvalidData(
+                        f"{near(path)} has been changed since it was read: line {number} is gone",
+                        hint="start again, and leave the file alone meanwhile",
+                    )
             yield row, raw.removeprefix(BOM) if position == 1 else raw
 
 

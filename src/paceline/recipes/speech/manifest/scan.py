@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paceline.config.problems import first_lines
 from paceline.core.disk import CannotWrite, replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import AlreadyExists
 from paceline.core.json_text import json_text
 from paceline.recipes.speech.audio.check import in_threads, measure
 from paceline.recipes.speech.audio.file import AudioUnreadable
@@ -28,30 +28,6 @@ from paceline.recipes.speech.shards.tar_index import SUFFIX
 COMPRESSED = ".gz"
 _DIGITS = 6
 """A microsecond is less than a sample at any rate of speech."""
-
-
-class WouldOverwrite(PacelineError):
-    """A file that exists is to be written."""
-
-    path: Path
-    sentence = "{path} exists"
-    hint = "`--force` replaces it, `--out` names another"
-
-
-class NothingFound(PacelineError):
-    """There is no utterance to write."""
-
-    path: Path
-    report: list[str]
-    sentence = "{path}: there is nothing to make a manifest of{details}"
-    hint = (
-        "texts are found in a .txt beside each audio file, in transcripts.tsv, .csv or .txt (file, text), in "
-        "LibriSpeech's *.trans.txt, and in a .tsv with the columns path and sentence"
-    )
-
-    @property
-    def details(self) -> str:
-        return "".join(f"\n{line}" for line in self.report)
 
 
 class Entry(NamedTuple):
@@ -148,14 +124,14 @@ def scan(sources: Sources, out: Path, *, threads: int, progress: Callable[[int],
 
 
 def refuse_overwriting(paths: Sequence[Path], force: bool) -> None:
-    """Raise `WouldOverwrite` for a file that exists, unless it may be replaced."""
+    """Raise `AlreadyExists` for a file that exists, unless it may be replaced."""
     for path in paths:
         try:
             exists = path.exists()
         except OSError as error:
             raise CannotWrite(path, error) from error
         if exists and not force:
-            raise WouldOverwrite(path)
+            raise AlreadyExists(f"{path} exists", hint="`--force` replaces it, `--out` names another")
 
 
 def write_lines(out: Path, lines: Iterable[bytes]) -> None:

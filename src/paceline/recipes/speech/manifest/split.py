@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, NotFound, PacelineError
 from paceline.core.units import counted, plural
 from paceline.recipes.speech.manifest.columns import Manifest
 from paceline.recipes.speech.manifest.line import AUDIO_KEYS, parse_object, resolve
@@ -26,35 +26,6 @@ class BadParts(PacelineError):
     why: str
     sentence = "--parts {text}: {why}"
     hint = "type names and shares, such as `--parts train=0.8,val=0.1,test=0.1`"
-
-
-class TooFewGroups(PacelineError):
-    """More parts than there are groups to distribute."""
-
-    groups: int
-    parts: int
-    what: str
-    sentence = "{parts} parts of {available}: one would be empty"
-    hint = "ask for fewer parts, or leave out `--by`"
-
-    @property
-    def available(self) -> str:
-        return counted(self.groups, self.what)
-
-
-class NoSuchKey(PacelineError):
-    """Lines that lack the key they are to be grouped by."""
-
-    key: str
-    where: str
-    number: int
-    sentence = '{where} has no "{key}"{others}'
-    hint = "name a key that all lines have; without `--by` each audio file is a group"
-
-    @property
-    def others(self) -> str:
-        more = self.number - 1
-        return f", nor {plural(more, 'does')} {counted(more, 'more line')}" if more > 0 else ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +71,12 @@ def groups_of(manifest: Manifest, by: str | None) -> list[str]:
             missing.append(row)
         groups[row] = str(value)
     if missing:
-        raise NoSuchKey(by, manifest.where(missing[0]), len(missing))
+        more = len(missing) - 1
+        others = f", nor {plural(more, 'does')} {counted(more, 'more line')}" if more > 0 else ""
+        raise NotFound(
+            f'{manifest.where(missing[0])} has no "{by}"{others}',
+            hint="name a key that all lines have; without `--by` each audio file is a group",
+        )
     return groups
 
 
@@ -129,7 +105,10 @@ def assign(groups: Mapping[str, float], parts: Mapping[str, float], seed: int, w
     The groups are visited in an order given by the seed and their names; each goes to the part that lacks most.
     """
     if len(groups) < len(parts):
-        raise TooFewGroups(len(groups), len(parts), what)
+        raise InvalidSetting(
+            f"{len(parts)} parts of {counted(len(groups), what)}: one would be empty",
+            hint="ask for fewer parts, or leave out `--by`",
+        )
     total = sum(groups.values())
     lacking: dict[str | None, float] = {name: share * total for name, share in parts.items()}
     rest = 1 - sum(parts.values())

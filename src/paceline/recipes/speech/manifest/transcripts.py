@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, PacelineError
 from paceline.core.units import counted
 from paceline.recipes.speech.audio.file import SUFFIXES
 
@@ -28,19 +28,6 @@ _CLIPS = ("", "clips", "wavs", "wav", "audio")
 _FILE_COLUMNS = ("path", "audio_filepath", "file", "filename", "file_name", "audio")
 _TEXT_COLUMNS = ("sentence", "text", "transcript", "transcription")
 _SPEAKER_COLUMNS = ("client_id", "speaker", "speaker_id")
-
-
-class SeveralTables(PacelineError):
-    """A folder with tables that may be of different data sets."""
-
-    folder: Path
-    tables: list[Path]
-    sentence = "{folder} holds several tables of transcripts: {names}"
-    hint = "make a manifest of each: `paceline manifest scan {tables[0]}`"
-
-    @property
-    def names(self) -> str:
-        return ", ".join(table.name for table in self.tables)
 
 
 class NotATable(PacelineError):
@@ -116,7 +103,11 @@ def find_in_folder(folder: Path) -> Corpus:
     plain = [path for path in files if path.name in _PLAIN_TABLES]
     named = [path for path in files if path.suffix == ".tsv" and path not in plain and _columns(path) is not None]
     if len(named) > 1:
-        raise SeveralTables(folder, named)
+        names = ", ".join(table.name for table in named)
+        raise Conflict(
+            f"{folder} holds several tables of transcripts: {names}",
+            hint=f"make a manifest of each: `paceline manifest scan {named[0]}`",
+        )
     corpus = Corpus()
     for table in [*plain, *named]:
         _take(corpus, table.parent, _table_rows(table, corpus), audio)

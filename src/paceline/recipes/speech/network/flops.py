@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from paceline.recipes.speech.head import head_of
 from paceline.recipes.speech.network.config import BlockSettings, NetworkSettings
 from paceline.recipes.speech.network.conformer.settings import KERNEL, ConformerSettings
 from paceline.recipes.speech.network.frames import strided_length
@@ -37,19 +38,11 @@ def training_flops(network: NetworkSettings) -> float:
 
 
 def _decoder(network: NetworkSettings) -> float:
-    """Return the operations of a forward pass per second of audio; those of a transducer's joint network, which grow
-    with the length, are counted for `ATTENTION_S` seconds."""
+    """Return the operations of a forward pass of the head per second of audio."""
     many = 1 << 20
     rate = network.output_length(many) / many / network.features.stride_s
-    of_ctc = rate * 2 * network.channels[-1] * network.num_classes
-    transducer = network.transducer
-    if transducer is None:
-        return of_ctc
     labels = SUBWORDS_PER_S if are_subwords(network.labels) else CHARACTERS_PER_S
-    joint, predicted = transducer.joint_hidden, transducer.pred_hidden
-    scores = rate * labels * ATTENTION_S * 2 * joint * network.num_classes
-    recurrent = labels * 2 * predicted * (8 * predicted * transducer.pred_rnn_layers + joint)
-    return scores + recurrent + rate * 2 * network.channels[-1] * joint + (of_ctc if transducer.ctc else 0.0)
+    return head_of(network).flops(rate, labels, ATTENTION_S)
 
 
 def _conformer(network: NetworkSettings, conformer: ConformerSettings) -> float:

@@ -3,6 +3,8 @@ tensors."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -93,3 +95,8 @@ class AcousticModel(nn.Module):
     @property
     def _dtype(self) -> torch.dtype:
         return self.decoder.weight_dtype
+
+
+def acoustic(model: nn.Module) -> AcousticModel:
+    """Return the module that the trainer hands to a speech task with its type: it is what `Asr.model` has returned."""
+    return cast(AcousticModel, model)

@@ -8,35 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData, WrongType
 
-
-class NotAudio(PacelineError):
-    """An array that cannot be a recording."""
-
-    array: NDArray[Any]
-    why: str = "is no audio"
-    sentence = "an array of {array.dtype} with shape {array.shape} {why}"
-    hint = "give int16 samples, or floats between -1 and 1, of one channel at the model's `sample_rate`"
-
-
-class NoRecording(PacelineError):
-    """A value that is neither a file nor an array."""
-
-    kind: str
-    sentence = "a {kind} is no audio"
-    hint = "give a path, or an array of int16 samples or of floats between -1 and 1, of one channel"
+_ARRAYS = "give int16 samples, or floats between -1 and 1, of one channel at the model's `sample_rate`"
 
 
 def as_array(audio: Any) -> NDArray[Any]:
     """Return an array of one channel, int16 or floats, from one or from a tensor; refuse anything else."""
     array = audio.detach().cpu().numpy() if isinstance(audio, Tensor) else audio
     if not isinstance(array, np.ndarray):
-        raise NoRecording(type(audio).__name__)
+        raise WrongType(
+            f"a {type(audio).__name__} is not audio",
+            hint="give a path, or an array of int16 samples or of floats between -1 and 1, of one channel",
+        )
     if array.ndim != 1 or (array.dtype != np.int16 and array.dtype.kind != "f"):
-        raise NotAudio(array)
+        raise WrongType(f"an array of {array.dtype} with shape {array.shape} is not audio", hint=_ARRAYS)
     if array.dtype != np.int16 and not np.isfinite(array).all():
-        raise NotAudio(array, "holds values that are no numbers")
+        raise InvalidData(f"an array of {array.dtype} with shape {array.shape} has nan or inf", hint=_ARRAYS)
     return array
 
 

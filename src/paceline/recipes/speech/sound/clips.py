@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.config.problems import first_lines
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotFound, Unreadable
 from paceline.core.language import phrase
+from paceline.core.units import counted
 from paceline.data.packed.errors import is_packed
 from paceline.recipes.speech.audio.file import SUFFIXES, audio_below
 from paceline.recipes.speech.manifest.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning
@@ -26,31 +27,6 @@ class Clip(NamedTuple):
     seconds: float
     row: int | None = None
     """Of a packed file."""
-
-
-class NoClips(PacelineError):
-    """A folder without audio."""
-
-    folder: Path
-    sentence = "{folder}: holds no audio"
-    hint = f"name a folder with files that end in {', '.join(sorted(SUFFIXES))}, or a manifest of such files"
-
-
-class ClipsUnreadable(PacelineError):
-    """Files that cannot be mixed in, all of them."""
-
-    source: Path
-    problems: Sequence[str]
-    sentence = "{source}: {num_problems:#file} cannot be mixed in{lines}"
-    hint = "mend or remove them in {source}"
-
-    @property
-    def num_problems(self) -> int:
-        return len(self.problems)
-
-    @property
-    def lines(self) -> str:
-        return "".join(f"\n{line}" for line in first_lines(self.problems, MOST_SHOWN))
 
 
 @functools.lru_cache(maxsize=16)
@@ -77,7 +53,11 @@ def find_clips(source: Path) -> tuple[Clip, ...]:
         else:
             problems.append(f"{path}: has nothing at {offset_s:g} s")
     if problems:
-        raise ClipsUnreadable(source, problems)
+        lines = "".join(f"\n{line}" for line in first_lines(problems, MOST_SHOWN))
+        raise Unreadable(
+            f"{source}: {counted(len(problems), 'file')} cannot be mixed in{lines}",
+            hint=f"mend or remove them in {source}",
+        )
     return tuple(clips)
 
 
@@ -96,7 +76,10 @@ def _in_packed(source: Path) -> Iterator[Clip]:
 def _in_folder(folder: Path) -> Iterator[tuple[Path, float, None]]:
     paths = audio_below(folder)
     if not paths:
-        raise NoClips(folder)
+        suffixes = ", ".join(sorted(SUFFIXES))
+        raise NotFound(
+            f"{folder}: holds no audio", hint=f"name a folder with files that end in {suffixes}, or a manifest of them"
+        )
     return ((path, 0.0, None) for path in paths)
 
 

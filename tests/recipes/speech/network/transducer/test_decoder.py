@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.recipes.speech.network.config import NetworkInvalid, NetworkSettings, read_network
+from paceline.recipes.speech.network.ctc_objective import Objective
 from paceline.recipes.speech.network.model import AcousticModel
 from paceline.recipes.speech.network.transducer.decoder import Shares, Transcripts, TransducerDecoder
 from paceline.recipes.speech.network.transducer.settings import TransducerSettings, usual_sizes
-from paceline.recipes.speech.objective import Objective
 from paceline.recipes.speech.text.ctc import ctc_loss_sum
 from tests.recipes.speech.network.conformer import nemo_source
 

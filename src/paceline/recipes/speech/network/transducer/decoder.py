@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from paceline.core.torch_private import not_compiled
 from paceline.recipes.speech.network.ctc_decoder import Decoder
+from paceline.recipes.speech.network.ctc_objective import Objective
 from paceline.recipes.speech.network.transducer.settings import TransducerSettings
-from paceline.recipes.speech.objective import Objective
 from paceline.recipes.speech.text.transducer import transducer_loss_sum
 
 _ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}

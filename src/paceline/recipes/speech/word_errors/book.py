@@ -1,6 +1,6 @@
 """Error analysis of a validation set: which kinds of word errors, on which utterances, of which speakers.
 
-What a rank has heard is summed up in `ErrorBook`; `joined` puts the books of all ranks together, in a bounded size.
+`ErrorBook` collects the errors of a rank; `joined` merges the analyses of all ranks, in a bounded size.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.recipes.speech.error_file import MOST_CHARACTERS, MOST_SPEAKERS, NUM_WORST, Analysis
 from paceline.recipes.speech.text.error_rate import WordEdits, word_edits
+from paceline.recipes.speech.word_errors.file import MOST_CHARACTERS, MOST_SPEAKERS, NUM_WORST, Analysis
 
 
 class _Heard(NamedTuple):
@@ -21,7 +21,7 @@ class _Heard(NamedTuple):
 
 
 class ErrorBook:
-    """Word errors of the utterances that this rank has heard since `take`."""
+    """Word errors of the utterances that this rank has validated since the last `take`."""
 
     def __init__(self) -> None:
         self._heard: list[_Heard] = []
@@ -32,11 +32,11 @@ class ErrorBook:
         return edits
 
     def rows(self) -> list[tuple[int, tuple[int, int]]]:
-        """Return (sample, (errors, words)) of what was noted."""
+        """Return (sample, (errors, words)) of each utterance."""
         return [(each.sample, (each.edits.errors, each.edits.words)) for each in self._heard]
 
     def take(self, name_of: Callable[[int], str], speakers: Mapping[int, str]) -> Analysis:
-        """Return what was noted, with the names and speakers of the set's samples, and forget it."""
+        """Return the analysis of the utterances, with names and speakers of their samples, and clear the book."""
         heard, self._heard = self._heard, []
         by_speaker: dict[str, list[int]] = {}
         for each in heard:
@@ -72,7 +72,7 @@ def _by_errors(heard: _Heard) -> tuple[int, int]:
 
 
 def joined(parts: Sequence[Analysis]) -> Analysis:
-    """Return the analysis of a set from those of the ranks' parts: the same at any number of ranks."""
+    """Return the analysis of a set from the analyses of all ranks; it is the same on any number of ranks."""
     speakers: dict[str, list[int]] = {}
     for part in parts:
         for name, (errors, words) in part["speakers"].items():

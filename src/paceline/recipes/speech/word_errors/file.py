@@ -1,4 +1,4 @@
-"""File of a run with the error analysis of its last validation: its form, how it is written and read."""
+"""File of a run with the error analysis of its last validation. It needs no package of speech: reports read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ERRORS = "asr-errors.json"
 NUM_WORST = 10
 MOST_SPEAKERS = 200
 MOST_CHARACTERS = 300
-"""Of a text or name that is kept."""
+"""Length to which texts and names are cut."""
 
 
 class Worst(TypedDict):
@@ -38,10 +38,10 @@ class Analysis(TypedDict):
     deletions: int
     insertions: int
     speakers: dict[str, list[int]]
-    """Errors and words by speaker: those with most words, where there are very many. Empty where none is named."""
+    """Errors and words by speaker, of the `MOST_SPEAKERS` with most words. Empty if the manifest names no speaker."""
     num_speakers: int
     worst: list[Worst]
-    """Those with most errors."""
+    """Utterances with most errors."""
 
 
 def kinds(analysis: Analysis) -> dict[str, int]:
@@ -51,15 +51,15 @@ def kinds(analysis: Analysis) -> dict[str, int]:
 
 
 def write_analyses(folder: Path, analyses: Mapping[str, Analysis]) -> None:
-    """Write the file of a run; a folder that holds no run is left alone."""
+    """Write the file of a run; do nothing if the folder is not a run."""
     if RunFolder(folder).is_run:
-        # Of a full disk the journal tells, which is written next.
+        # Ignore ENOSPC here: the journal write that follows reports it.
         with suppress(OSError), replacing(folder / ERRORS) as file:
             json.dump(analyses, file)
 
 
 def read_analyses(values: Any) -> Iterator[tuple[str, Analysis]]:
-    """Yield (set, analysis) of what a file holds; what is none, of a damaged file or another version, is left out."""
+    """Yield (set, analysis) from the values of a file; skip entries that are damaged or of another version."""
     for name, analysis in values.items() if isinstance(values, dict) else ():
         try:
             yield str(name), _analysis(analysis)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from paceline.cli.main import main
 from paceline.observe.journal import read
 from paceline.observe.report.runs import read_run
-from paceline.recipes.speech.error_analysis import ErrorBook, joined
-from paceline.recipes.speech.error_file import ERRORS, MOST_CHARACTERS, MOST_SPEAKERS, NUM_WORST
 from paceline.recipes.speech.report import AsrReport
 from paceline.recipes.speech.text.error_rate import WordEdits, word_edits, word_errors
+from paceline.recipes.speech.word_errors.book import ErrorBook, joined
+from paceline.recipes.speech.word_errors.file import ERRORS, MOST_CHARACTERS, MOST_SPEAKERS, NUM_WORST
 from tests.observe.report.made import usual, write_run
 from tests.recipes.speech import tiny
 
@@ -30,7 +30,7 @@ SPEAKERS = {sample: speaker for sample, _, _, speaker in HEARD if speaker is not
 texts = st.lists(st.sampled_from("abcd"), max_size=6).map(" ".join)
 
 
-def test_kinds() -> None:
+def test_word_errors_are_counted_by_kind() -> None:
     assert word_edits("a b c", "a x c") == WordEdits(1, 0, 0, 3)
     assert word_edits("a b c d", "c d") == WordEdits(0, 2, 0, 4)
     assert word_edits("a", "a b b") == WordEdits(0, 0, 2, 1)
@@ -38,13 +38,13 @@ def test_kinds() -> None:
 
 
 @given(texts, texts)
-def test_kinds_add_up_to_the_errors(reference: str, hypothesis: str) -> None:
+def test_kinds_add_up_to_all_word_errors(reference: str, hypothesis: str) -> None:
     edits = word_edits(reference, hypothesis)
     assert (edits.errors, edits.words) == word_errors(reference, hypothesis)
     assert edits.words - edits.deletions + edits.insertions == len(hypothesis.split())
 
 
-def test_books_of_any_number_of_ranks_are_one() -> None:
+def test_analysis_is_the_same_on_any_number_of_ranks() -> None:
     def analysis(ranks: int) -> object:
         books = [ErrorBook() for _ in range(ranks)]
         for sample, reference, hypothesis, _ in HEARD:
@@ -70,7 +70,7 @@ def test_books_of_any_number_of_ranks_are_one() -> None:
     }
 
 
-def test_the_size_is_bounded() -> None:
+def test_analysis_of_many_utterances_has_a_bounded_size() -> None:
     book = ErrorBook()
     for sample in range(1000):
         book.note(sample, "a " * 200, f"{sample} " * 200)
@@ -81,8 +81,7 @@ def test_the_size_is_bounded() -> None:
     assert book.take(str, {})["words"] == 0, "taken once"
 
 
-def test_a_run_writes_them_and_its_page_shows_them(tmp_path: Path) -> None:
-    """On ce01e4b a page had no word of them."""
+def test_report_page_shows_the_analysis_of_a_run(tmp_path: Path) -> None:
     tiny.speech(tmp_path, "train", 8, seed=1)
     tiny.speech(tmp_path, "dev", 4, seed=2)
     lines = [{**line, "speaker": f"<speaker {n % 2}>"} for n, line in enumerate(tiny.lines_of(tmp_path / "dev.json"))]
@@ -104,7 +103,7 @@ def test_a_run_writes_them_and_its_page_shows_them(tmp_path: Path) -> None:
     assert main(["report", str(run)]) == 0
 
 
-def test_a_run_without_them_or_with_nonsense_has_a_page(tmp_path: Path) -> None:
+def test_report_page_leaves_out_a_missing_or_damaged_analysis(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", usual())
     (section,) = AsrReport().sections([read_run(run)])
     assert section.is_empty
@@ -117,9 +116,9 @@ def test_a_run_without_them_or_with_nonsense_has_a_page(tmp_path: Path) -> None:
     assert AsrReport().sections([read_run(run)])[0].is_empty
 
 
-def test_a_set_without_words_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_validation_set_without_words_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.speech(tmp_path, "train", 4, seed=1)
     dev = tiny.speech(tmp_path, "dev", 2, seed=2)
     silent = tiny.manifest(dev, [{**line, "text": ""} for line in tiny.lines_of(dev)])
     tiny.train(tiny.settings(tmp_path, epochs=2, val_manifest=(str(silent),)))
-    assert capsys.readouterr().out.count("dev: no text to compare with has a word, so its WER is nan; ") == 1
+    assert capsys.readouterr().out.count("dev: all references are empty, so its WER is undefined (") == 1
