@@ -25,7 +25,7 @@ from paceline.recipes.speech.decoding.kenlm_file import KenlmModel, is_kenlm
 from paceline.recipes.speech.decoding.limits import Found, Limits, Weights, check_outputs
 from paceline.recipes.speech.decoding.native import CannotCompile, KernelSearch, NativeSearch, why_not
 from paceline.recipes.speech.decoding.ngram import END, START, UNKNOWN, LanguageModel
-from paceline.recipes.speech.decoding.search import TensorSearch
+from paceline.recipes.speech.decoding.search import PlainSearch
 from paceline.recipes.speech.decoding.words import Alphabet, word_table
 from paceline.recipes.speech.text.decode import greedy
 from paceline.recipes.speech.text.pieces import WORD_START, Pieces
@@ -192,13 +192,11 @@ class BeamDecoder:
         self._paths = _Paths(labels, alphabet, between, frame_seconds)
         parts = (alphabet, table, self.model, weights, limits)
         reason = why_not()
-        self.on_cpu: _Search = TensorSearch(*parts) if reason else NativeSearch(*parts)
-        self.tensors: _Search = TensorSearch(*parts)
+        self.on_cpu: _Search = PlainSearch(*parts) if reason else NativeSearch(*parts)
         self.on_gpu: _Search = self.on_cpu
-        if self.model is None or self.model.tables is not None:
-            self.on_gpu = KernelSearch(*parts) if can_compile_cuda() else self.tensors
-        slow = "the beam is searched without compiled C, which is many times slower on a CPU: {reason}"
-        self.note = None if reason is None else said(slow).format(reason=reason)
+        if can_compile_cuda() and (self.model is None or self.model.tables is not None):
+            self.on_gpu = KernelSearch(*parts)
+        self.note = None if reason is None else f"the beam is searched without compiled C, which is slow: {reason}"
 
     def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_best: int = 1) -> list[list[Hypothesis]]:
         """Return up to `num_best` hypotheses of each utterance, best first.
@@ -221,9 +219,8 @@ class BeamDecoder:
         try:
             return self.on_gpu(log_probs, list(lengths), num_best)
         except CannotCompile as error:
-            slow = said("the beam is searched by tensors on the GPU, which is many times slower: {reason}")
-            warn(f"{slow.format(reason=error)}\n")
-            self.on_gpu = self.tensors
+            warn(f"the beam is searched on the CPU, which is slower than on the GPU: {error}\n")
+            self.on_gpu = self.on_cpu
             return self.on_gpu(log_probs, list(lengths), num_best)
 
     def _hypothesis(self, found: Found, row: NDArray[np.float32]) -> Hypothesis:
