@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.file_copy import bring
-from paceline.core.errors import PacelineError
-from paceline.core.language import phrase, said
+from paceline.core.errors import Conflict, InvalidSetting, PacelineError
+from paceline.core.language import phrase
 from paceline.core.terminal import warn
 from paceline.core.torch_private import can_compile_cuda
 from paceline.recipes.speech.decoding.arpa import NoLanguageModel, read_arpa
@@ -32,30 +32,6 @@ from paceline.recipes.speech.text.pieces import WORD_START, Pieces
 
 LEAST_SPELLED: Final = 0.1
 """Share of a language model's words that labels must be able to write."""
-
-
-class WordsUnspelled(PacelineError):
-    """A language model of words that the labels cannot write: in capitals, or of another language."""
-
-    where: str
-    share: float
-    example: str
-    labels: str
-    sentence = "the labels can write {percent} of the words of {where}: not {example!r}, with the labels {labels}"
-    hint = "make a model of text that is written as the labels are: `paceline lm train.json lm.arpa`"
-
-    @property
-    def percent(self) -> str:
-        return f"{self.share:.1%}" if self.share else said("none")
-
-
-class HotwordUnspelled(PacelineError):
-    """A hot word that the labels cannot write."""
-
-    word: str
-    characters: str
-    sentence = "the hot word {word!r} has characters that no label writes: {characters}"
-    hint = "spell it as transcripts do: in their case, numbers as words"
 
 
 MOST_HYPOTHESES = 10_000
@@ -317,7 +293,10 @@ def _check_words(model: LanguageModel | None, hotwords: Sequence[str], pieces: S
     for word in hotwords:
         outside = {character: None for character in "".join(word.split()) if character not in characters}
         if outside:
-            raise HotwordUnspelled(word, " ".join(outside))
+            raise InvalidSetting(
+                f"the hot word {word!r} has characters that no label writes: {' '.join(outside)}",
+                hint="spell it as transcripts do: in their case, numbers as words",
+            )
     if model is None:
         return
     words = [word for word in model.words if word not in (START, END, UNKNOWN)]
@@ -325,6 +304,8 @@ def _check_words(model: LanguageModel | None, hotwords: Sequence[str], pieces: S
     share = 1 - len(unspelled) / max(len(words), 1)
     if not words or share < LEAST_SPELLED:
         shown = "".join(sorted(characters))
-        raise WordsUnspelled(
-            where, share, unspelled[0] if unspelled else "", f"{shown[:40]}{'...' * (len(shown) > 40)}"
+        raise Conflict(
+            f"the labels can write {f'{share:.1%}' if share else 'none'} of the words of {where}: not "
+            f"{unspelled[0] if unspelled else ''!r}, with the labels {shown[:40]}{'...' * (len(shown) > 40)}",
+            hint="make a model of text that is written as the labels are: `paceline lm train.json lm.arpa`",
         )

@@ -330,9 +330,8 @@ def _encoder_config(network: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
             {name: [block[name]] if name in lists else block[name] for name in _BLOCK} for block in network["blocks"]
         ]
         encoder = {name: network[name] for name in _ENCODER}
-        return {"_target_": _CLASS_PLACES["blocks"], "feat_in": mels, **encoder, "jasper": blocks}, blocks[-1][
-            "filters"
-        ]
+        section = {"_target_": _CLASS_PLACES["blocks"], "feat_in": mels, **encoder, "jasper": blocks}
+        return section, network["blocks"][-1]["filters"]
     encoder = {name: conformer[name] for name in _CONFORMER}
     contexts = conformer["att_context_size"]
     encoder["att_context_size"] = contexts[0] if len(contexts) == 1 else contexts
