@@ -1,4 +1,4 @@
-"""Seconds of the search on the GPU by batch size, as a kernel and in tensors, beside C on the CPU; same words.
+"""Seconds of the search on the GPU by batch size, beside C on the CPU; same words.
 
 python benchmarks/gpu/decoding_profile.py train.json [--subwords]
 """
@@ -51,11 +51,3 @@ for batch in (16, 64, 256, 1024, 4096):
         best, searching = min(best, time.perf_counter() - middle), min(searching, middle - begin)
     hours = sum(of) * frame_s / 3600
     print(f"batch {batch}: {hours:.3f} h, search {searching:.4f} s, with words {best:.4f} s: {hours / best:.2f} h/s")
-for batch in (256, 1024):
-    of = lengths[:batch]
-    part = there[:batch, : max(of)]
-    decoder.tensors(part, of)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    decoder.tensors(part, of)
-    print(f"tensors, batch {batch}: {sum(of) * frame_s / 3600 / (time.perf_counter() - begin):.2f} h/s")

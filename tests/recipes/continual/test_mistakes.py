@@ -12,7 +12,6 @@ from paceline.cli.main import main
 from paceline.core.errors import PacelineError
 from paceline.recipes.continual.method import Method
 from paceline.recipes.continual.settings import ContinualSettings
-from paceline.recipes.continual.step_replay import ReplayTooThin
 from paceline.recipes.continual.task import Continual, NotDistributed
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
@@ -108,4 +107,3 @@ def test_no_level_is_offered_that_is_refused() -> None:
 
 def test_but_runs_alone() -> None:
     assert isinstance(own_method(alone(), Selfish).task.method, Method)  # type: ignore[attr-defined]
-    assert ReplayTooThin(3, 4).hint

@@ -11,21 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, TaskContract
 from paceline.core.user_file import class_from_file
-
-
-class BackboneFails(PacelineError):
-    """A user's network cannot be made."""
-
-    spec: str
-    error: Exception
-    sentence = "{spec} cannot be made: {kind}: {error}"
-    hint = "it is made as Model(shape, num_classes), e.g. Model((3, 32, 32), 10)"
-
-    @property
-    def kind(self) -> str:
-        return type(self.error).__name__
 
 
 class MLP(nn.Module):
@@ -104,7 +91,10 @@ def build(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
     except PacelineError:
         raise
     except Exception as error:
-        raise BackboneFails(name, error) from error
+        raise TaskContract(
+            f"{name} cannot be made: {type(error).__name__}: {error}",
+            hint="it is made as Model(shape, num_classes), e.g. Model((3, 32, 32), 10)",
+        ) from error
     return made
 
 

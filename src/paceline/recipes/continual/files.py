@@ -12,50 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData, NotFound
 from paceline.core.extras import imports_for
 from paceline.core.units import counted
 
 IMAGE_BYTES = 3 * 32 * 32
-
-
-class FileMissing(PacelineError):
-    """An official file is not there."""
-
-    dataset: str
-    name: str
-    folders: list[Path]
-    url: str
-    sentence = "{dataset} needs {name}, which is in none of {shown}"
-    hint = "download {url} to {last_folder}, or say with `--data-root` where it is"
-
-    @property
-    def shown(self) -> str:
-        return ", ".join(map(str, self.folders))
-
-    @property
-    def last_folder(self) -> Path:
-        return self.folders[-1]
-
-
-class ChecksumWrong(PacelineError):
-    """A file that is not the official one."""
-
-    path: Path
-    wanted: str
-    md5: str
-    url: str
-    sentence = "{path} is not the official file: its md5 is {md5}, not {wanted}"
-    hint = "download it again: {url}"
-
-
-class SubsetWrong(PacelineError):
-    """An `.npz` that does not hold pictures and labels."""
-
-    path: Path
-    why: str
-    sentence = "{path} cannot be used: {why}"
-    hint = "it needs x_train (n, 3, 32, 32) uint8, y_train (n,), x_test and y_test"
+_SUBSET = "it needs x_train (n, 3, 32, 32) uint8, y_train (n,), x_test and y_test"
 
 
 @dataclass(frozen=True)
@@ -112,9 +74,7 @@ def cifar(name: str, root: Path) -> Split:
     if subset is not None and not any((place / file).exists() for place in places):
         return read_subset(subset)
     path = _find(name, file, places, CIFAR_URL + file)
-    found = _md5(path)
-    if found != wanted:
-        raise ChecksumWrong(path, wanted, found, CIFAR_URL + file)
+    _check_md5(path, _md5(path), wanted, CIFAR_URL + file)
     # cifar100 has two labels per picture, coarse and fine.
     label_bytes = 1 if name == "cifar10" else 2
     train, test = bytearray(), bytearray()
@@ -132,12 +92,13 @@ def read_subset(path: Path) -> Split:
     with np.load(path, allow_pickle=False) as arrays:
         missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in arrays]
         if missing:
-            raise SubsetWrong(path, f"{', '.join(missing)} missing")
+            raise InvalidData(f"{path} cannot be used: {', '.join(missing)} missing", hint=_SUBSET)
         parts = []
         for part in ("train", "test"):
             x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
             if x.dtype != np.uint8 or x.shape[1:] != (3, 32, 32) or len(x) != len(y):
-                raise SubsetWrong(path, f"x_{part} is {x.dtype} {list(x.shape)} for {counted(len(y), 'label')}")
+                found = f"x_{part} is {x.dtype} {list(x.shape)} for {counted(len(y), 'label')}"
+                raise InvalidData(f"{path} cannot be used: {found}", hint=_SUBSET)
             parts.append(Labelled(torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))))
     return parts[0], parts[1]
 
@@ -157,15 +118,24 @@ def _find(dataset: str, name: str, places: list[Path], url: str) -> Path:
     for place in places:
         if (place / name).is_file():
             return place / name
-    raise FileMissing(dataset, name, places, url)
+    raise NotFound(
+        f"{dataset} needs {name}, which is in none of {', '.join(map(str, places))}",
+        hint=f"download {url} to {places[-1]}, or say with `--data-root` where it is",
+    )
+
+
+def _check_md5(path: Path, found: str, wanted: str, url: str) -> None:
+    if found != wanted:
+        raise InvalidData(
+            f"{path} is not the official file: its md5 is {found}, not {wanted}", hint=f"download it again: {url}"
+        )
 
 
 def _verified(dataset: str, name: str, places: list[Path], wanted: str, url: str) -> bytes:
     path = _find(dataset, name, places, url)
     content = path.read_bytes()
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != wanted:
-        raise ChecksumWrong(path, wanted, found, url)
+    _check_md5(path, found, wanted, url)
     return content
 
 

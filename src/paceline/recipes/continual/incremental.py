@@ -11,20 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict
+from paceline.core.units import counted
 from paceline.recipes.continual.files import Labelled, Split
 
 Scenario = Literal["class", "task", "domain"]
 """`class`: new classes; `task`: new classes, with the task given at test time; `domain`: new inputs."""
-
-
-class TooManyTasks(PacelineError):
-    """Fewer classes than tasks to share them."""
-
-    num_tasks: int
-    num_classes: int
-    sentence = "{num_tasks:#task} cannot share {num_classes:#class}: each needs at least one"
-    hint = "set `--num-tasks` to {num_classes} or less"
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,10 @@ def class_incremental(split: Split, num_tasks: int, order: Sequence[int] | None 
     train, test = (labelled(part) for part in split)
     classes = torch.unique(torch.cat([train.y, test.y])).tolist() if order is None else list(order)
     if num_tasks > len(classes):
-        raise TooManyTasks(num_tasks, len(classes))
+        raise Conflict(
+            f"{counted(num_tasks, 'task')} cannot share {counted(len(classes), 'class')}: each needs at least one",
+            hint=f"set `--num-tasks` to {len(classes)} or less",
+        )
     parts = [tuple(int(name) for name in part) for part in np.array_split(np.array(classes), num_tasks)]
     return [
         Experience(f"task{number + 1}", part, partial(_of_classes, train, part), partial(_of_classes, test, part))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from paceline.core.errors import PacelineError
 from paceline.train.task import Stage
 
 if TYPE_CHECKING:
@@ -67,25 +66,6 @@ class Answer:
     """Outputs for the new examples."""
     replayed_logits: Tensor | None = None
     """Outputs for the first draw, where there was one: they keep loss-aware admission up to date."""
-
-
-class NotAnAnswer(PacelineError):
-    """A method's `loss` returned something else."""
-
-    method: Method
-    returned: object
-    sentence = "`loss` of method {method_name} returned {what}, not an Answer"
-    hint = "return Answer(sum, count, output): the sum of the losses, their number, the outputs for `now.x`"
-
-    @property
-    def method_name(self) -> str:
-        return type(self.method).__name__
-
-    @property
-    def what(self) -> str:
-        if isinstance(self.returned, Tensor):
-            return "a single tensor (a mean?)"
-        return f"a {type(self.returned).__name__}"
 
 
 class Method:

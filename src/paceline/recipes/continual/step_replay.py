@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict
 from paceline.data.grain import Batch, Grain
 from paceline.data.partition import grain_ranks
 from paceline.recipes.continual.method import Answer, Method, Replayed
@@ -21,15 +21,6 @@ from paceline.recipes.continual.replay.buffer import Items, ReplayBuffer
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.streams import Stream
 from paceline.world.link import Link
-
-
-class ReplayTooThin(PacelineError):
-    """Fewer replayed items than grains."""
-
-    size: int
-    grains: int
-    sentence = "a replay batch of {size} cannot be shared by {grains} grains: each needs at least one item"
-    hint = "set `--minibatch-size` to {grains} or more, or `--grains` to {size} or less"
 
 
 class StepReplay:
@@ -51,7 +42,11 @@ class StepReplay:
         """Draw what the step replays; `labels` are of all its examples."""
         size = self._settings.replay_size
         if size < batch.num_grains:
-            raise ReplayTooThin(size, batch.num_grains)
+            grains = batch.num_grains
+            raise Conflict(
+                f"a replay batch of {size} cannot be shared by {grains} grains: each needs at least one item",
+                hint=f"set `--minibatch-size` to {grains} or more, or `--grains` to {size} or less",
+            )
         self._batch, self._labels, self._answers = batch, labels, []
         size_of_world, in_blocks = self._link.world.size, batch.starts is not None
         self.ranks = grain_ranks(batch.num_samples, batch.num_grains, size_of_world, in_blocks=in_blocks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, TaskContract
 from paceline.core.together import Exclusion
 from paceline.core.user_file import class_from_file
 from paceline.data.grain import Batch, Grain
@@ -19,7 +19,7 @@ from paceline.recipes.continual import backbones, streams
 from paceline.recipes.continual.evaluation import Evaluation
 from paceline.recipes.continual.files import Labelled
 from paceline.recipes.continual.matrix import Results
-from paceline.recipes.continual.method import Answer, Incoming, Method, NotAnAnswer, Replayed
+from paceline.recipes.continual.method import Answer, Incoming, Method, Replayed
 from paceline.recipes.continual.methods import METHODS
 from paceline.recipes.continual.replay.buffer import ReplayBuffer
 from paceline.recipes.continual.replay.exchange import cut
@@ -195,7 +195,11 @@ class Continual(Task):
         pieces = [] if self.replay is None else self.replay.pieces()
         answer = self.method.loss(lambda stored: model(self.stream.view(stored, True)), now, pieces)
         if not isinstance(answer, Answer):
-            raise NotAnAnswer(self.method, answer)
+            returned = "a single tensor (a mean?)" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+            raise TaskContract(
+                f"`loss` of method {type(self.method).__name__} returned {returned}, not an Answer",
+                hint="return Answer(sum, count, output): the sum of the losses, their number, the outputs for `now.x`",
+            )
         if self.replay is not None:
             self.replay.answered(grain, answer)
         return answer.total, answer.count

@@ -12,22 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Unreadable
 from paceline.recipes.translation.network.shape import Shape
 from paceline.recipes.translation.text.vocabulary import FILE, Vocabulary
 from paceline.train import exchange
 
 NETWORK = "network"
 """Entry of the description that has the network's sizes."""
-
-
-class NotAnExport(PacelineError):
-    """A folder that does not hold a model as `paceline export` writes it."""
-
-    folder: Path
-    why: str
-    sentence = "{folder}: {why}"
-    hint = "an exported model is a folder with model.safetensors, tokenizer.json and export.json"
 
 
 def write_export(
@@ -49,5 +40,8 @@ def read_export(folder: Path) -> tuple[Shape, Vocabulary, dict[str, Tensor]]:
         shape = Shape(**about[NETWORK])
         weights = load_file(folder / exchange.NAMES["safetensors"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise NotAnExport(folder, f"is no exported model ({type(error).__name__}: {error})") from None
+        raise Unreadable(
+            f"{folder}: is not an exported model ({type(error).__name__}: {error})",
+            hint="an exported model is a folder with model.safetensors, tokenizer.json and export.json",
+        ) from None
     return shape, Vocabulary.read(folder), weights

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from paceline.core.disk import replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, NotFound
 from paceline.core.run_folder import RunFolder
 from paceline.data.grain import Grain
 from paceline.observe.sample_scores import SampleScores, write_scores
@@ -29,28 +29,6 @@ from paceline.recipes.translation.text.scores import Bleu, Chrf
 from paceline.recipes.translation.text.vocabulary import END, FILE, PAD, Vocabulary
 from paceline.train.metrics import Gathered
 from paceline.train.task import Metric, Task
-
-
-class NothingNamed(PacelineError):
-    """A run without validation sets is to be validated, or to predict them."""
-
-    mode: Literal["eval", "infer"]
-    sentence = "the run has no validation sets, and no others are named"
-    hint = "{advice}"
-
-    @property
-    def advice(self) -> str:
-        if self.mode == "eval":
-            return "name some: `paceline eval RUN --val-source test.en --val-target test.de`"
-        return "say what to translate: `paceline infer RUN lines.txt`, or `-` for standard input"
-
-
-class UnitsGone(PacelineError):
-    """A run whose file of subword units was removed: nobody knows what its numbers mean."""
-
-    run: Path
-    sentence = "{run} has lost its tokenizer.json: without it, no text can be read or written"
-    hint = "bring it back: a copy or an export of the run has it, too"
 
 
 class Translation(Task):
@@ -83,7 +61,11 @@ class Translation(Task):
     def val_data(self) -> Mapping[str, Pairs]:
         settings = self.settings
         if not (settings.val_source or settings.val_pairs) and settings.mode in ("eval", "infer"):
-            raise NothingNamed(settings.mode)
+            if settings.mode == "eval":
+                hint = "name some: `paceline eval RUN --val-source test.en --val-target test.de`"
+            else:
+                hint = "say what to translate: `paceline infer RUN lines.txt`, or `-` for standard input"
+            raise InvalidSetting("the run has no validation sets, and no others are named", hint=hint)
         if settings.mode != "infer" and (settings.val_source or settings.val_pairs):
             self._bleu.check()
         return self._texts.val(self.vocabulary)
@@ -207,7 +189,10 @@ class Translation(Task):
             if (home / FILE).is_file():
                 return Vocabulary.read(home).json
         if settings.mode in ("eval", "infer") and homes:
-            raise UnitsGone(homes[0])
+            raise NotFound(
+                f"{homes[0]} has lost its tokenizer.json: without it, no text can be read or written",
+                hint="bring it back: a copy or an export of the run has it, too",
+            )
         if settings.tokenizer is not None:
             return Vocabulary.read(settings.tokenizer).json
         lines = self._texts.train_text().lines()

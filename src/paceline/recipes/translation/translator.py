@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.cloud.address import local_path
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting
 from paceline.recipes.translation.data.corpus import as_lines
 from paceline.recipes.translation.data.pairs import Collate
 from paceline.recipes.translation.exchange import is_export, read_export
@@ -27,24 +27,6 @@ BATCH_TOKENS = 8192
 """Source tokens per batch, padding included."""
 
 
-class NotTranslation(PacelineError):
-    """A run of another task."""
-
-    path: Path
-    task: str
-    sentence = "{path} is a run of the task {task}, not of translation"
-    hint = "give a run of `paceline train translation`, or a folder of `paceline export`"
-
-
-class BadChoice(PacelineError):
-    """An argument that cannot be."""
-
-    what: str
-    advice: str
-    sentence = "{what}"
-    hint = "{advice}"
-
-
 def load(
     path: str | Path,
     *,
@@ -54,9 +36,11 @@ def load(
 ) -> Translator:
     """Return a translator from a run's folder (`checkpoint` and `average` as in `paceline eval`) or an exported one."""
     if device not in ("auto", "cpu", "cuda"):
-        raise BadChoice(f"`device` is {device!r}", "choose one of auto, cpu, cuda")
+        raise InvalidSetting(f"`device` is {device!r}", hint="choose one of auto, cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadChoice("`device` is 'cuda', but torch finds no GPU here", 'leave it out, or give `device="cpu"`')
+        raise InvalidSetting(
+            "`device` is 'cuda', but torch finds no GPU here", hint='leave it out, or give `device="cpu"`'
+        )
     folder = local_path(path)
     shape, vocabulary, weights = read_export(folder) if is_export(folder) else _read_run(folder, checkpoint, average)
     model = build_network(shape, len(vocabulary))
@@ -68,7 +52,10 @@ def load(
 def _read_run(folder: Path, checkpoint: Which, average: int) -> tuple[Shape, Vocabulary, Mapping[str, Tensor]]:
     record = read_run(folder)
     if "train_source" not in record.settings:
-        raise NotTranslation(folder, str(record.task))
+        raise InvalidSetting(
+            f"{folder} is a run of the task {record.task}, not of translation",
+            hint="give a run of `paceline train translation`, or a folder of `paceline export`",
+        )
     settings: dict[str, Any] = {**record.settings, "mode": "infer"}
     shape = TranslationSettings.model_validate(settings).shape
     return shape, Vocabulary.read(folder), read_weights(find_checkpoint(folder, checkpoint), average)
@@ -86,7 +73,7 @@ class Translator:
     ) -> list[str]:
         """Return the translation of each sentence, always a list; `beam=1` is greedy."""
         if beam < 1:
-            raise BadChoice(f"`beam` is {beam}", "give a number of hypotheses, 1 or more")
+            raise InvalidSetting(f"`beam` is {beam}", hint="give a number of hypotheses, 1 or more")
         sentences = [texts] if isinstance(texts, str) else list(texts)
         data, out = as_lines(self.vocabulary, sentences), [""] * len(sentences)
         writer: Writer[Any] = self.model

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import Conflict, RanksDiffer
 from paceline.recipes.continual.replay.admission import Needed, Strategy
-from paceline.recipes.continual.replay.buffer import BufferDiverged, BufferTooSmall, ReplayBuffer, StateMisfit
+from paceline.recipes.continual.replay.buffer import ReplayBuffer
 from paceline.recipes.continual.replay.table import Field, ItemMisfit, Layout
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
@@ -185,7 +186,7 @@ def test_ranks_that_disagree_are_found(link: Link) -> None:
             if link.world.rank == 1 and fault == "decision":
                 buffer.table.index[2] += 1
             buffer.observe(items_of(own), 4, (0, 1))
-            with pytest.raises(BufferDiverged, match=r"rank.* 1 differ .* after step 2"):
+            with pytest.raises(RanksDiffer, match=r"rank.* 1 differ .* after step 2"):
                 buffer.observe(items_of(own), 4, (0, 1))
 
 
@@ -223,7 +224,7 @@ def test_digest_sees_every_change_that_counts() -> None:
 
 def test_mistakes_are_said() -> None:
     buffer = ReplayBuffer(4, FIELDS, alone(), strategy="class-balanced")
-    with pytest.raises(BufferTooSmall, match="replay batch of 5 cannot come from a buffer of 4") as small:
+    with pytest.raises(Conflict, match="replay batch of 5 cannot come from a buffer of 4") as small:
         buffer.draw(5, (0,))
     assert "--buffer-size" in small.value.hint
     with pytest.raises(Needed, match="labels"):
@@ -236,5 +237,5 @@ def test_mistakes_are_said() -> None:
         ReplayBuffer(4, FIELDS, alone()).observe(items_of(np.arange(2)), 3, (0,))
     full = ReplayBuffer(4, FIELDS, alone())
     full.observe(items_of(np.arange(4)), 4, (0,))
-    with pytest.raises(StateMisfit, match="4 items"):
+    with pytest.raises(Conflict, match="4 items"):
         ReplayBuffer(3, FIELDS, alone()).load_state(full.state())

@@ -1,4 +1,4 @@
-"""The search against every text there is, scored one by one in float64; in C and in tensors."""
+"""The search against every text there is, scored one by one in float64; in C and in Python."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from paceline.recipes.speech.decoding import native
 from paceline.recipes.speech.decoding.arpa import read_arpa
 from paceline.recipes.speech.decoding.decoder import BeamDecoder, WrongBeam
 from paceline.recipes.speech.decoding.limits import WrongOutputs
@@ -26,13 +27,18 @@ SUBWORDS = Pieces(("\u2581a", "\u2581b", "b"))
 ALL = {"beam_width": 300, "beam_log_prob": -math.inf, "token_log_prob": -50.0, "prune_history": False}
 
 
-def decoder(kind: str, labels: Pieces, **choices: object) -> BeamDecoder:
-    """Return a decoder that searches on the CPU in one of two ways."""
-    made = BeamDecoder(labels, **choices)  # type: ignore[arg-type]
+def decoder(kind: str, labels: Pieces, **choices: Any) -> BeamDecoder:
+    """Return a decoder that searches on the CPU in compiled C or, as where no compiler is installed, in Python."""
     if kind == "C":
+        made = BeamDecoder(labels, **choices)
         assert isinstance(made.on_cpu, NativeSearch), why_not()
-    else:
-        made.on_cpu = made.tensors
+        return made
+    native.library.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.COMPILER_VARIABLE, "no-such-compiler")
+        made = BeamDecoder(labels, **choices)
+    assert made.note is not None
+    assert "no C compiler is installed" in made.note
     return made
 
 
@@ -44,7 +50,7 @@ def ending_in_letters(dice: np.random.Generator, frames: int, labels: Pieces) ->
     return found.astype(np.float32).astype(np.float64)
 
 
-@pytest.mark.parametrize("kind", ["C", "tensors"])
+@pytest.mark.parametrize("kind", ["C", "Python"])
 @pytest.mark.parametrize("labels", [CHARACTERS, SUBWORDS], ids=["characters", "subwords"])
 @pytest.mark.parametrize("hotwords", [(), ("b", "ab aab")], ids=["plain", "hot"])
 @pytest.mark.parametrize("has_model", [True, False], ids=["lm", "no lm"])
@@ -92,7 +98,7 @@ def test_a_wide_beam_finds_every_text_with_its_score(
 def test_both_ways_find_the_same_in_any_batch(tmp_path: Path, labels: Pieces, width: int) -> None:
     model = read_arpa(models.written(tmp_path))
     choices = {"lm": model, "hotwords": ["ba"], "hotword_weight": 1.5, "beam_width": width}
-    compiled, tensors = decoder("C", labels, **choices), decoder("tensors", labels, **choices)
+    compiled, plain = decoder("C", labels, **choices), decoder("Python", labels, **choices)
     outputs = models.outputs(np.random.default_rng(width), 12, len(labels) + 1, 2.0)
     lengths = [len(each) for each in outputs]
     padded = torch.full((12, max(lengths), len(labels) + 1), math.nan)
@@ -103,13 +109,13 @@ def test_both_ways_find_the_same_in_any_batch(tmp_path: Path, labels: Pieces, wi
     assert any(len(each) > 1 for each in together) or width == 1
     for number, each in enumerate(outputs):
         assert compiled(torch.from_numpy(each)[None], [len(each)], width) == [together[number]]
-    for expected, found in zip(together, tensors(padded.nan_to_num(0.0), lengths, width), strict=True):
+    for expected, found in zip(together, plain(padded.nan_to_num(0.0), lengths, width), strict=True):
         assert [each.text for each in found] == [each.text for each in expected]
         assert [each.words for each in found] == [each.words for each in expected]
         np.testing.assert_allclose([each.score for each in found], [each.score for each in expected], atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["C", "tensors"])
+@pytest.mark.parametrize("kind", ["C", "Python"])
 def test_times_are_those_of_the_most_probable_path(kind: str) -> None:
     """Of all paths that write a text, the one whose labels are most probable together."""
     log_probs = random_log_probs(np.random.default_rng(5), 5, 4, 1.5).astype(np.float32).astype(np.float64)
@@ -125,7 +131,7 @@ def test_times_are_those_of_the_most_probable_path(kind: str) -> None:
         assert float(log_probs[range(5), each.path].sum()) == pytest.approx(best[text], abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["C", "tensors"])
+@pytest.mark.parametrize("kind", ["C", "Python"])
 def test_nothing_and_silence(kind: str) -> None:
     search = decoder(kind, CHARACTERS)
     silence = torch.full((2, 7, 4), -30.0)
@@ -135,7 +141,7 @@ def test_nothing_and_silence(kind: str) -> None:
     assert search.texts(torch.zeros(2, 0, 4), [0, 0]) == ["", ""]
 
 
-@pytest.mark.parametrize("kind", ["C", "tensors"])
+@pytest.mark.parametrize("kind", ["C", "Python"])
 def test_word_times_and_scores(kind: str) -> None:
     """Frames of a word go from its first label to behind its last; the label of a space belongs to none."""
     path = [3, 1, 1, 3, 2, 0, 0, 3, 2, 2, 3]  # " ab" would be 0 1 2
@@ -160,7 +166,7 @@ def test_the_beam_sums_paths_where_greedy_takes_one() -> None:
     assert best.score == pytest.approx(math.log(0.64))
 
 
-@pytest.mark.parametrize("kind", ["C", "tensors"])
+@pytest.mark.parametrize("kind", ["C", "Python"])
 @pytest.mark.parametrize(
     ("shape", "lengths", "why"),
     [
@@ -176,7 +182,7 @@ def test_outputs_of_another_shape_are_refused(kind: str, shape: tuple[int, ...],
         decoder(kind, CHARACTERS).texts(torch.full(shape, -2.0), lengths)
 
 
-@pytest.mark.parametrize("kind", ["C", "tensors"])
+@pytest.mark.parametrize("kind", ["C", "Python"])
 def test_numbers_that_are_no_log_probabilities_are_refused(kind: str) -> None:
     """Those behind the end of an utterance are not looked at."""
     search = decoder(kind, CHARACTERS)

@@ -11,10 +11,8 @@ import yaml
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from paceline.core.errors import AlreadyExists, Conflict, Failed, NotFound, Unreadable
 from paceline.recipes.speech.exchange.export import (
-    ExportFailed,
-    LabelsDiffer,
-    NotAnExport,
     WeightsDiffer,
     as_yaml,
     check_labels,
@@ -104,10 +102,10 @@ def test_an_export_is_replaced_anything_else_is_refused(tmp_path: Path) -> None:
     write_export(folder, NETWORK, changed, {})
     assert torch.equal(read_export(folder)[1]["decoder.conv.bias"], changed["decoder.conv.bias"])
     (folder / "network.yaml").unlink()
-    with pytest.raises(ExportFailed, match="it exists and is no export"):
+    with pytest.raises(AlreadyExists, match="it exists and is not an export"):
         write_export(folder, NETWORK, weights, {})
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ExportFailed, match="it exists and is no export"):
+    with pytest.raises(AlreadyExists, match="it exists and is not an export"):
         write_export(tmp_path / "file", NETWORK, weights, {})
     assert (tmp_path / "file").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "m"]
@@ -124,13 +122,13 @@ def test_a_failing_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         real(old, new)
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(ExportFailed, match="No space left"):
+    with pytest.raises(Failed, match="No space left"):
         write_export(tmp_path / "m", NETWORK, {name: value + 1 for name, value in weights.items()}, {})
     monkeypatch.undo()
     assert torch.equal(read_export(tmp_path / "m")[1]["decoder.conv.bias"], weights["decoder.conv.bias"])
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(ExportFailed):
+    with pytest.raises(Failed, match="cannot export to"):
         write_export(tmp_path / "file" / "m", NETWORK, weights, {})
 
 
@@ -153,15 +151,15 @@ def test_weights_must_be_those_of_the_network(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_export(tmp_path: Path) -> None:
-    with pytest.raises(NotAnExport, match="no such folder"):
+    with pytest.raises(NotFound, match="no such folder"):
         read_export(tmp_path / "none")
-    with pytest.raises(NotAnExport, match=r"there is no network\.yaml"):
+    with pytest.raises(NotFound, match=r"there is no network\.yaml"):
         read_export(tmp_path)
     write_export(tmp_path / "m", NETWORK, weights_of(NETWORK), {})
     whole = (tmp_path / "m" / "model.safetensors").read_bytes()
     for content in (b"", whole[:100], whole[:-10], b"\xff" * 100):
         (tmp_path / "m" / "model.safetensors").write_bytes(content)
-        with pytest.raises(NotAnExport, match=r"model\.safetensors cannot be read"):
+        with pytest.raises(Unreadable, match=r"model\.safetensors cannot be read"):
             read_export(tmp_path / "m")
     (tmp_path / "m" / "network.yaml").write_text("blocks: 3")
     with pytest.raises(NetworkInvalid, match=r"network\.yaml:1: blocks 3"):
@@ -170,7 +168,7 @@ def test_folders_that_are_no_export(tmp_path: Path) -> None:
 
 def test_other_labels_are_refused_with_both_sets() -> None:
     check_labels((" ", "a"), [" ", "a"], "m")
-    with pytest.raises(LabelsDiffer) as caught:
+    with pytest.raises(Conflict, match="is a model for other labels") as caught:
         check_labels((" ", "a", "b"), (" ", "a", "ä"), "model.nemo")
     assert str(caught.value).splitlines() == [
         "model.nemo is a model for other labels",
@@ -179,5 +177,5 @@ def test_other_labels_are_refused_with_both_sets() -> None:
         "  only wanted: (1) b",
         "  only the model's: (1) ä",
     ]
-    with pytest.raises(LabelsDiffer, match="the same labels in another order"):
+    with pytest.raises(Conflict, match="the same labels in another order"):
         check_labels(("a", "b"), ("b", "a"), Path("m"))

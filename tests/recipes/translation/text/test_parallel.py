@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import InvalidData, InvalidSetting
 from paceline.recipes.translation.text.parallel import (
     BadText,
-    FilesDiffer,
-    LinesDiffer,
     NoInput,
     NoText,
     ParallelText,
@@ -74,9 +73,9 @@ def test_standard_input_is_read_as_a_file_is(tmp_path: Path) -> None:
 
 
 def test_lines_that_do_not_pair_up(tmp_path: Path) -> None:
-    with pytest.raises(LinesDiffer, match=r"a.en has 3 lines, .*a.de has 2: they do not pair up"):
+    with pytest.raises(InvalidData, match=r"a.en has 3 lines, .*a.de has 2: they do not pair up"):
         read_parallel(two(tmp_path, b"a\nb\nc\n", b"a\nb\n"))
-    with pytest.raises(FilesDiffer, match="`train_source` names 1 file, `train_target` 0"):
+    with pytest.raises(InvalidSetting, match="`train_source` names 1 file, `train_target` 0"):
         read_parallel(TextFiles("train", (tmp_path / "a.en",)))
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.recipes.translation.text.vocabulary import FILE, SPECIAL, BadTokenizer, Vocabulary, VocabularySmall
+from paceline.core.errors import InvalidSetting
+from paceline.recipes.translation.text.vocabulary import FILE, SPECIAL, BadTokenizer, Vocabulary
 from tests.recipes.translation.toy import pairs
 
 LINES = [line for pair in pairs(200) for line in pair]
@@ -46,5 +47,5 @@ def test_files_that_are_no_units(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(other)
     with pytest.raises(BadTokenizer, match="its marks are not"):
         Vocabulary.read(tmp_path)
-    with pytest.raises(VocabularySmall):
+    with pytest.raises(InvalidSetting, match="too small"):
         Vocabulary.train(LINES, 100)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, RanksDiffer
+from paceline.core.units import counted
 from paceline.recipes.continual.replay import admission
 from paceline.recipes.continual.replay.admission import Admission, Strategy
 from paceline.recipes.continual.replay.draw import Drawer
@@ -39,54 +40,6 @@ Items = dict[str, torch.Tensor]
 
 CHECK_EVERY = 100
 """Steps between two comparisons of the ranks' buffers."""
-
-
-class BufferTooSmall(PacelineError):
-    """More is to be replayed than can ever be stored."""
-
-    capacity: int
-    size: int
-    sentence = "a replay batch of {size} cannot come from a buffer of {capacity}"
-    hint = "set `--buffer-size` to {size} or more, or `--minibatch-size` to {capacity} or less"
-
-
-class BufferDiverged(PacelineError):
-    """The ranks' buffers are not the same any more."""
-
-    step: int
-    digests: Sequence[int]
-    """One per rank."""
-    sentence = "the replay buffers of ranks {others} differ from that of rank 0 after step {step}"
-    hint = (
-        "every rank must observe the same steps with the same labels: is the data, its order or the seed another on"
-        " some rank, or was the buffer changed on one of them alone?"
-    )
-
-    @property
-    def others(self) -> str:
-        return ", ".join(str(rank) for rank, digest in enumerate(self.digests) if digest != self.digests[0])
-
-
-class StateMisfit(PacelineError):
-    """The buffer of a checkpoint has other fields, or more items than this one has room for."""
-
-    num_items: int
-    fields: Sequence[str]
-    capacity: int
-    wanted: Sequence[str]
-    sentence = (
-        "the checkpoint's replay buffer has {num_items} items of {saved_fields}; this one has room for"
-        " {capacity} of {wanted_fields}"
-    )
-    hint = "resume with the buffer settings and the method of the run"
-
-    @property
-    def saved_fields(self) -> str:
-        return ", ".join(self.fields)
-
-    @property
-    def wanted_fields(self) -> str:
-        return ", ".join(self.wanted)
 
 
 class Request(NamedTuple):
@@ -191,7 +144,10 @@ class ReplayBuffer:
 
     def _request(self, size: int, pieces: Sequence[int], draws: int) -> Request:
         if size > self.capacity:
-            raise BufferTooSmall(self.capacity, size)
+            raise Conflict(
+                f"a replay batch of {size} cannot come from a buffer of {self.capacity}",
+                hint=f"set `--buffer-size` to {size} or more, or `--minibatch-size` to {self.capacity} or less",
+            )
         available = min(size, self.num_stored)
         return Request(self.num_steps, available if available >= len(pieces) else 0, tuple(pieces), draws)
 
@@ -321,7 +277,12 @@ class ReplayBuffer:
             return
         prints = words_of_all(self._link, (self._placement.fingerprint() + self.num_seen) % 2**64)
         if len(set(prints)) > 1:
-            raise BufferDiverged(self.num_steps, prints)
+            others = ", ".join(str(rank) for rank, digest in enumerate(prints) if digest != prints[0])
+            raise RanksDiffer(
+                f"the replay buffers of ranks {others} differ from that of rank 0 after step {self.num_steps}",
+                hint="every rank must observe the same steps with the same labels: is the data, its order or the seed "
+                "another on some rank, or was the buffer changed on one of them alone?",
+            )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -348,7 +309,11 @@ class ReplayBuffer:
         items = {name.removeprefix("item."): tensor for name, tensor in state.items() if name.startswith("item.")}
         index = state["index"].numpy().copy()
         if items.keys() != self.layout.fields.keys() or len(index) > self.capacity:
-            raise StateMisfit(len(index), list(items), self.capacity, list(self.layout.fields))
+            raise Conflict(
+                f"the checkpoint's replay buffer has {counted(len(index), 'item')} of {', '.join(items)}; this one has "
+                f"room for {self.capacity} of {', '.join(self.layout.fields)}",
+                hint="resume with the buffer settings and the method of the run",
+            )
         self._ahead = self._first_draw = None
         self.num_seen, self.num_steps = int(state["num_seen"]), int(state["num_steps"])
         self._admission.counts = admission.ClassCounts(

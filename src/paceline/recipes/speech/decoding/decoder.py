@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.file_copy import bring
-from paceline.core.errors import PacelineError
-from paceline.core.language import phrase, said
+from paceline.core.errors import Conflict, InvalidSetting, PacelineError
+from paceline.core.language import phrase
 from paceline.core.terminal import warn
 from paceline.core.torch_private import can_compile_cuda
 from paceline.recipes.speech.decoding.arpa import NoLanguageModel, read_arpa
@@ -25,37 +25,13 @@ from paceline.recipes.speech.decoding.kenlm_file import KenlmModel, is_kenlm
 from paceline.recipes.speech.decoding.limits import Found, Limits, Weights, check_outputs
 from paceline.recipes.speech.decoding.native import CannotCompile, KernelSearch, NativeSearch, why_not
 from paceline.recipes.speech.decoding.ngram import END, START, UNKNOWN, LanguageModel
-from paceline.recipes.speech.decoding.search import TensorSearch
+from paceline.recipes.speech.decoding.search import PlainSearch
 from paceline.recipes.speech.decoding.words import Alphabet, word_table
 from paceline.recipes.speech.text.decode import greedy
 from paceline.recipes.speech.text.pieces import WORD_START, Pieces
 
 LEAST_SPELLED: Final = 0.1
 """Share of a language model's words that labels must be able to write."""
-
-
-class WordsUnspelled(PacelineError):
-    """A language model of words that the labels cannot write: in capitals, or of another language."""
-
-    where: str
-    share: float
-    example: str
-    labels: str
-    sentence = "the labels can write {percent} of the words of {where}: not {example!r}, with the labels {labels}"
-    hint = "make a model of text that is written as the labels are: `paceline lm train.json lm.arpa`"
-
-    @property
-    def percent(self) -> str:
-        return f"{self.share:.1%}" if self.share else said("none")
-
-
-class HotwordUnspelled(PacelineError):
-    """A hot word that the labels cannot write."""
-
-    word: str
-    characters: str
-    sentence = "the hot word {word!r} has characters that no label writes: {characters}"
-    hint = "spell it as transcripts do: in their case, numbers as words"
 
 
 MOST_HYPOTHESES = 10_000
@@ -192,13 +168,11 @@ class BeamDecoder:
         self._paths = _Paths(labels, alphabet, between, frame_seconds)
         parts = (alphabet, table, self.model, weights, limits)
         reason = why_not()
-        self.on_cpu: _Search = TensorSearch(*parts) if reason else NativeSearch(*parts)
-        self.tensors: _Search = TensorSearch(*parts)
+        self.on_cpu: _Search = PlainSearch(*parts) if reason else NativeSearch(*parts)
         self.on_gpu: _Search = self.on_cpu
-        if self.model is None or self.model.tables is not None:
-            self.on_gpu = KernelSearch(*parts) if can_compile_cuda() else self.tensors
-        slow = "the beam is searched without compiled C, which is many times slower on a CPU: {reason}"
-        self.note = None if reason is None else said(slow).format(reason=reason)
+        if can_compile_cuda() and (self.model is None or self.model.tables is not None):
+            self.on_gpu = KernelSearch(*parts)
+        self.note = None if reason is None else f"the beam is searched without compiled C, which is slow: {reason}"
 
     def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_best: int = 1) -> list[list[Hypothesis]]:
         """Return up to `num_best` hypotheses of each utterance, best first.
@@ -221,9 +195,8 @@ class BeamDecoder:
         try:
             return self.on_gpu(log_probs, list(lengths), num_best)
         except CannotCompile as error:
-            slow = said("the beam is searched by tensors on the GPU, which is many times slower: {reason}")
-            warn(f"{slow.format(reason=error)}\n")
-            self.on_gpu = self.tensors
+            warn(f"the beam is searched on the CPU, which is slower than on the GPU: {error}\n")
+            self.on_gpu = self.on_cpu
             return self.on_gpu(log_probs, list(lengths), num_best)
 
     def _hypothesis(self, found: Found, row: NDArray[np.float32]) -> Hypothesis:
@@ -320,7 +293,10 @@ def _check_words(model: LanguageModel | None, hotwords: Sequence[str], pieces: S
     for word in hotwords:
         outside = {character: None for character in "".join(word.split()) if character not in characters}
         if outside:
-            raise HotwordUnspelled(word, " ".join(outside))
+            raise InvalidSetting(
+                f"the hot word {word!r} has characters that no label writes: {' '.join(outside)}",
+                hint="spell it as transcripts do: in their case, numbers as words",
+            )
     if model is None:
         return
     words = [word for word in model.words if word not in (START, END, UNKNOWN)]
@@ -328,6 +304,8 @@ def _check_words(model: LanguageModel | None, hotwords: Sequence[str], pieces: S
     share = 1 - len(unspelled) / max(len(words), 1)
     if not words or share < LEAST_SPELLED:
         shown = "".join(sorted(characters))
-        raise WordsUnspelled(
-            where, share, unspelled[0] if unspelled else "", f"{shown[:40]}{'...' * (len(shown) > 40)}"
+        raise Conflict(
+            f"the labels can write {f'{share:.1%}' if share else 'none'} of the words of {where}: not "
+            f"{unspelled[0] if unspelled else ''!r}, with the labels {shown[:40]}{'...' * (len(shown) > 40)}",
+            hint="make a model of text that is written as the labels are: `paceline lm train.json lm.arpa`",
         )

@@ -5,28 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.core.errors import PacelineError
-from paceline.core.language import said
+from paceline.core.errors import Conflict
 from paceline.recipes.speech.decoding.decoder import BeamDecoder, Hypothesis, TextDecoder
 from paceline.recipes.speech.head import Head
 from paceline.recipes.speech.network.model import AcousticModel
 from paceline.recipes.speech.settings import UseSettings
 from paceline.recipes.speech.text.pieces import Pieces
 from paceline.train.predictions import DetailedText
-
-
-class NoBeam(PacelineError):
-    """A language model or hot words for the greedy decoder, which has no use for them."""
-
-    name: str
-    value: str
-    sentence = "`{name}` is {value}, and the decoder is greedy, which asks no language model and knows no hot words"
-    hint = "{advice}"
-
-    @property
-    def advice(self) -> str:
-        # what the run's record has counts until it is taken back
-        return said("add `--decoder beam`; for greedy: `--{name} none`").format(name=self.name)
 
 
 def make_decoder(settings: UseSettings, labels: Pieces, model: AcousticModel, head: Head) -> TextDecoder:
@@ -36,7 +21,11 @@ def make_decoder(settings: UseSettings, labels: Pieces, model: AcousticModel, he
     if settings.decoder == "greedy":
         for name, value in (("lm", settings.lm), ("hotwords", ",".join(settings.hotwords))):
             if value:
-                raise NoBeam(name, str(value))
+                raise Conflict(
+                    f"`{name}` is {value}, and the greedy decoder uses no language model and no hot words",
+                    # a value in the record of a run counts until it is taken back
+                    hint=f"add `--decoder beam`; for greedy: `--{name} none`",
+                )
         return head.greedy_decoder(model, labels, settings.max_symbols)
     return BeamDecoder(
         labels,

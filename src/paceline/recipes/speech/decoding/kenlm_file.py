@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotInstalled
 from paceline.core.language import phrase
 from paceline.recipes.speech.decoding.arpa import NoLanguageModel
 from paceline.recipes.speech.decoding.ngram import END, START, UNKNOWN, Tables
@@ -22,14 +22,6 @@ _FIXED: Final = struct.Struct("<BxxxfIBxxxI")
 """Order, size of hash tables, kind of model, 1 if words are stored, version of the search."""
 
 
-class NeedsKenlm(PacelineError):
-    """A binary of KenLM, and the package that reads it is not installed."""
-
-    path: Path
-    sentence = "{path} is a binary of KenLM, and the package kenlm, which reads it, is not installed"
-    hint = "`pip install 'paceline[kenlm]'`, or give the ARPA file that it was made of"
-
-
 class KenlmModel:
     """A KenLM binary: probabilities come from KenLM, the list of words from the end of the file."""
 
@@ -39,7 +31,10 @@ class KenlmModel:
         try:
             import kenlm
         except ModuleNotFoundError:
-            raise NeedsKenlm(path) from None
+            raise NotInstalled(
+                f"{path} is a binary of KenLM, and the package kenlm, which reads it, is not installed",
+                hint="`pip install 'paceline[kenlm]'`, or give the ARPA file that it was made of",
+            ) from None
         known = _stored_words(path)
         try:
             self._model: Any = kenlm.Model(str(path))

@@ -1,7 +1,7 @@
 """The search in C: compiled when it is first used, kept in the user's cache, run by one thread per core.
 
 A C compiler is all it needs (Triton needs one for its launchers as well). Where there is none, `search.py` does the
-same in tensors: same words, same scores, many times slower on a CPU; `why_not` says what is missing.
+same in Python: same words, same scores, a hundred times slower; `why_not` says what is missing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from paceline.core.terminal import warn
 from paceline.core.torch_private import compile_cuda
 from paceline.recipes.speech.decoding.limits import FLOOR, Found, Limits, Weights, not_log_probs
 from paceline.recipes.speech.decoding.ngram import LanguageModel
+from paceline.recipes.speech.decoding.search import remembered
 from paceline.recipes.speech.decoding.words import Alphabet, WordTable
 
 SOURCE: Final = Path(__file__).with_name("search.c")
@@ -397,21 +398,17 @@ def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _asker(model: LanguageModel, failures: list[BaseException]) -> Any:
     """Return a function for C to ask; what it raises, Ctrl-C too, would be lost there and is kept in `failures`."""
-    known: dict[tuple[int, int], tuple[float, int]] = {}
+    advance = remembered(model)
 
     def ask(state: int, word: int, following: Any) -> float:
         following[0] = state
         if failures:
             return -math.inf
         try:
-            found = known.get((state, word))
-            if found is None:
-                log_probs, states = model.advance(np.array([state]), np.array([word]))
-                found = known[state, word] = float(log_probs[0]), int(states[0])
-            following[0] = found[1]
-            return found[0]
+            log_prob, following[0] = advance(state, word)
         except BaseException as error:
             failures.append(error)
             return -math.inf
+        return log_prob
 
     return ask

@@ -1,7 +1,7 @@
 /* Beam search over CTC log-probabilities of one utterance, with an n-gram model, hot words and word bonus.
  *
  * Compiled at first use, for the CPU by a C compiler (one utterance per thread) and for GPUs by NVRTC (one utterance per
- * warp): native.py. The same search in tensors is in search.py, which says what is searched. Plain C99 and C++ alike; no
+ * warp): native.py. The same search in Python is in search.py, which says what is searched. Plain C99 and C++ alike; no
  * library but the mathematical functions, nothing global.
  */
 #ifdef __CUDACC_RTC__
@@ -355,8 +355,6 @@ extern "C" __global__ void paceline_search(
         room + number * sizes[1], paths + number * d->num_wanted * frames, frames, scores + number * d->num_wanted * 3);
 }
 #else
-int64_t paceline_room(const Decoder *d, int64_t frames) { return room_of(d, frames); }
-
 /* Returns -1 without memory, else what `search` does. */
 int32_t paceline_search(const Decoder *d, const float *log_probs, int64_t frames, int32_t *paths, double *scores) {
     char *room = (char *)calloc(1, (size_t)room_of(d, frames));

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.file_copy import bring
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, Unreadable
 from paceline.core.run_folder import RunRecord
 from paceline.recipes.speech.manifest.read import read_manifests
 from paceline.recipes.speech.network.config import read_network
@@ -29,15 +29,6 @@ class NoText(PacelineError):
     paths: str
     sentence = "{paths}: there is no text in it"
     hint = "give manifests with transcripts, or text files (.txt, .txt.gz) with a sentence per line"
-
-
-class TextUnreadable(PacelineError):
-    """A text file that cannot be read."""
-
-    path: Path
-    why: str
-    sentence = "{path} cannot be read: {why}"
-    hint = "give UTF-8 text, plain or compressed with gzip"
 
 
 class Spelling(NamedTuple):
@@ -85,4 +76,7 @@ def _texts(path: str) -> Iterator[str]:
         with (gzip.open if path.endswith(".gz") else open)(where, "rt", encoding="utf-8") as file:
             yield from (line.strip() for line in file)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise TextUnreadable(where, getattr(error, "strerror", None) or str(error)) from None
+        raise Unreadable(
+            f"{where} cannot be read: {getattr(error, 'strerror', None) or error}",
+            hint="give UTF-8 text, plain or compressed with gzip",
+        ) from None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.config.problems import first_lines
 from paceline.core.disk import sync
-from paceline.core.errors import PacelineError
+from paceline.core.errors import AlreadyExists, Conflict, Failed, NotFound, PacelineError, Unreadable
 from paceline.recipes.speech.network.config import ENGLISH, BlockSettings, NetworkSettings, read_network
 from paceline.recipes.speech.network.encoder import weight_shapes
 from paceline.recipes.speech.text.subwords.tokenizer import Tokenizer
@@ -25,25 +25,7 @@ from paceline.recipes.speech.text.subwords.tokenizer import Tokenizer
 WEIGHTS = "model.safetensors"
 NETWORK = "network.yaml"
 MAX_SHOWN = 10
-
-
-class NotAnExport(PacelineError):
-    """A folder that does not hold a model as `write_export` writes it."""
-
-    folder: Path
-    why: str
-    sentence = "{folder}: {why}"
-    hint = f"an exported model is a folder with {WEIGHTS} and {NETWORK}"
-
-
-class ExportFailed(PacelineError):
-    """An export that cannot be written there; nothing has been changed."""
-
-    folder: Path
-    why: str
-    advice: str
-    sentence = "cannot export to {folder}: {why}"
-    hint = "{advice}"
+_PARTS = f"an exported model is a folder with {WEIGHTS} and {NETWORK}"
 
 
 class WeightsDiffer(PacelineError):
@@ -59,30 +41,24 @@ class WeightsDiffer(PacelineError):
         return "".join(f"\n{line}" for line in first_lines(self.mistakes, MAX_SHOWN))
 
 
-class LabelsDiffer(PacelineError):
-    """A model that writes other labels than are wanted; its classes mean something else."""
-
-    hint = "use a network with the model's labels, or take only its encoder with `--new-decoder`"
-
-    def __init__(self, ours: Sequence[str], theirs: Sequence[str], where: str | Path) -> None:
-        self.ours, self.theirs = tuple(ours), tuple(theirs)
-        lines = [
-            f"{where} is a model for other labels",
-            f"  wanted      {_shown(ours)}",
-            f"  the model's {_shown(theirs)}",
-        ]
-        only_ours = [label for label in ours if label not in theirs]
-        only_theirs = [label for label in theirs if label not in ours]
-        lines += [f"  only wanted: {_shown(only_ours)}"] if only_ours else []
-        lines += [f"  only the model's: {_shown(only_theirs)}"] if only_theirs else []
-        lines += [] if only_ours or only_theirs else ["  they are the same labels in another order"]
-        super().__init__("\n".join(lines))
-
-
 def check_labels(ours: Sequence[str], theirs: Sequence[str], where: str | Path) -> None:
     """Refuse a model at `where` whose labels are not ours, in our order."""
-    if tuple(ours) != tuple(theirs):
-        raise LabelsDiffer(ours, theirs, where)
+    if tuple(ours) == tuple(theirs):
+        return
+    only_ours = [label for label in ours if label not in theirs]
+    only_theirs = [label for label in theirs if label not in ours]
+    lines = [
+        f"{where} is a model for other labels",
+        f"  wanted      {_shown(ours)}",
+        f"  the model's {_shown(theirs)}",
+        *([f"  only wanted: {_shown(only_ours)}"] if only_ours else []),
+        *([f"  only the model's: {_shown(only_theirs)}"] if only_theirs else []),
+        *([] if only_ours or only_theirs else ["  they are the same labels in another order"]),
+    ]
+    raise Conflict(
+        "\n".join(lines),
+        hint="use a network with the model's labels, or take only its encoder with `--new-decoder`",
+    )
 
 
 def check_weights(network: NetworkSettings, weights: Mapping[str, Tensor], where: str | Path) -> None:
@@ -118,7 +94,10 @@ def write_export(
     check_weights(network, weights, folder)
     try:
         if folder.exists() and not is_export(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-            raise ExportFailed(folder, "it exists and is no export", "choose a folder that does not exist yet")
+            raise AlreadyExists(
+                f"cannot export to {folder}: it exists and is not an export",
+                hint="choose a folder that does not exist yet",
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
@@ -136,19 +115,20 @@ def write_export(
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         why = str(getattr(error, "strerror", None) or error)
-        raise ExportFailed(folder, why, "free some space or choose another folder") from error
+        raise Failed(f"cannot export to {folder}: {why}", hint="free some space or choose another folder") from error
 
 
 def read_export(folder: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
     """The network and its weights, checked against each other."""
     for name in (NETWORK, WEIGHTS):
         if not (folder / name).is_file():
-            raise NotAnExport(folder, f"there is no {name}" if folder.is_dir() else "there is no such folder")
+            why = f"there is no {name} in it" if folder.is_dir() else "there is no such folder"
+            raise NotFound(f"{folder}: {why}", hint=_PARTS)
     network = read_network(folder / NETWORK)
     try:
         weights = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise NotAnExport(folder, f"{WEIGHTS} cannot be read: {error}") from error
+        raise Unreadable(f"{folder}: {WEIGHTS} cannot be read: {error}", hint=_PARTS) from error
     check_weights(network, weights, folder / WEIGHTS)
     return network, weights
 

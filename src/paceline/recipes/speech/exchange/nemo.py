@@ -26,9 +26,9 @@ from torch import Tensor
 from paceline.config.yaml_text import MAX_BYTES as MAX_YAML_BYTES
 from paceline.config.yaml_text import NotYaml
 from paceline.core.disk import replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, PacelineError
 from paceline.recipes.speech.exchange.document import parse
-from paceline.recipes.speech.exchange.export import ExportFailed, WeightsDiffer, check_weights
+from paceline.recipes.speech.exchange.export import WeightsDiffer, check_weights
 from paceline.recipes.speech.exchange.nemo_yaml import nemo_config
 from paceline.recipes.speech.head import head_of
 from paceline.recipes.speech.network.config import BlockSettings, NetworkInvalid, NetworkSettings, build_network
@@ -113,8 +113,9 @@ def write_nemo(
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     except OSError as error:
-        why = str(error.strerror or error)
-        raise ExportFailed(path, why, "free some space or choose another file") from error
+        raise Failed(
+            f"cannot export to {path}: {error.strerror or error}", hint="free some space or choose another file"
+        ) from error
 
 
 def _word_piece(piece: str) -> str:

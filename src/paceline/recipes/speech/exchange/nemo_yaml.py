@@ -288,27 +288,9 @@ def nemo_config(network: Mapping[str, Any], front_end: str, tokenizer: Mapping[s
 
     `tokenizer` is that section's content; None for characters.
     """
-    features, labels, rate = network["features"], list(network["labels"]), network["sample_rate"]
-    theirs = {name: features[ours] for name, ours in _FEATURES.items() if features.get(ours) is not None}
-    conformer = network.get("conformer")
-    encoder: dict[str, Any] = {"feat_in": features["num_mels"]}
-    if conformer is not None:
-        contexts = conformer["att_context_size"]
-        encoder |= {name: conformer[name] for name in _CONFORMER}
-        encoder["att_context_size"] = contexts[0] if len(contexts) == 1 else contexts
-        encoder["att_context_probs"] = conformer["att_context_probs"] or None
-    else:
-        encoder |= {name: network[name] for name in _ENCODER}
-        lists = ("kernel", "stride", "dilation")
-        encoder["jasper"] = [
-            {name: [block[name]] if name in lists else block[name] for name in _BLOCK} for block in network["blocks"]
-        ]
-    width = conformer["d_model"] if conformer is not None else network["blocks"][-1]["filters"]
-    masks = dict(network["spec_augment"])
-    if masks["time_width"] >= 1:
-        masks["time_width"] = int(masks["time_width"])  # NeMo takes every other number for a share
-    trim = network.get("trim_silence", "no")
+    labels, rate, trim = list(network["labels"]), network["sample_rate"], network.get("trim_silence", "no")
     transducer = network.get("transducer")
+    encoder, width = _encoder_config(network)
     of_ctc = {"_target_": _CLASS_PLACES["decoder"], "feat_in": width, "num_classes": len(labels), "vocabulary": labels}
     head = "ctc" if transducer is None else "hybrid" if transducer["ctc"] else "transducer"
     place = _MODEL_PLACES[head][0 if tokenizer is None else 1]
@@ -318,19 +300,43 @@ def nemo_config(network: Mapping[str, Any], front_end: str, tokenizer: Mapping[s
         "sample_rate": rate,
         "train_ds": {"trim_silence": trim != "no", "sample_rate": rate},
         "validation_ds": {"trim_silence": trim == "all", "sample_rate": rate},
-        "preprocessor": {
-            "_target_": _CLASS_PLACES["preprocessor"],
-            "sample_rate": rate,
-            **theirs,
-            "preemph": features["preemphasis"] or None,
-            "window": None if features["window"] == "ones" else features["window"],
-            "normalize": None if features["normalize"] == "none" else features["normalize"],
-        },
-        "spec_augment": {"_target_": _CLASS_PLACES["spec_augment"], **masks},
-        "encoder": {"_target_": _CLASS_PLACES["blocks" if conformer is None else "conformer"], **encoder},
+        "preprocessor": {"_target_": _CLASS_PLACES["preprocessor"], "sample_rate": rate}
+        | _features_config(network["features"]),
+        "spec_augment": {"_target_": _CLASS_PLACES["spec_augment"]} | _masks_config(network["spec_augment"]),
+        "encoder": encoder,
         **({"decoder": of_ctc} if transducer is None else _transducer_config(transducer, of_ctc)),
     }
     return config | ({"labels": labels} if tokenizer is None else {"tokenizer": dict(tokenizer)})
+
+
+def _features_config(features: Mapping[str, Any]) -> dict[str, Any]:
+    config = {name: features[ours] for name, ours in _FEATURES.items() if features.get(ours) is not None}
+    absent = {name: None for name in ("preemph", "window", "normalize") if config[name] == _ABSENT[_FEATURES[name]]}
+    return config | absent
+
+
+def _masks_config(masks: Mapping[str, Any]) -> dict[str, Any]:
+    # NeMo takes every number that is not a whole one for a share
+    width = masks["time_width"]
+    return {**masks, "time_width": int(width) if width >= 1 else width}
+
+
+def _encoder_config(network: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the section of the encoder, and the width of its output."""
+    conformer, mels = network.get("conformer"), network["features"]["num_mels"]
+    if conformer is None:
+        lists = ("kernel", "stride", "dilation")
+        blocks = [
+            {name: [block[name]] if name in lists else block[name] for name in _BLOCK} for block in network["blocks"]
+        ]
+        encoder = {name: network[name] for name in _ENCODER}
+        section = {"_target_": _CLASS_PLACES["blocks"], "feat_in": mels, **encoder, "jasper": blocks}
+        return section, network["blocks"][-1]["filters"]
+    encoder = {name: conformer[name] for name in _CONFORMER}
+    contexts = conformer["att_context_size"]
+    encoder["att_context_size"] = contexts[0] if len(contexts) == 1 else contexts
+    encoder["att_context_probs"] = conformer["att_context_probs"] or None
+    return {"_target_": _CLASS_PLACES["conformer"], "feat_in": mels, **encoder}, conformer["d_model"]
 
 
 def _transducer_config(transducer: Mapping[str, Any], of_ctc: Mapping[str, Any]) -> dict[str, Any]:

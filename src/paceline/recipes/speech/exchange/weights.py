@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, NotFound, PacelineError
 from paceline.core.run_folder import BrokenRecord, RunFolder, read_record
 from paceline.recipes.speech.exchange.export import NETWORK, check_labels, check_weights, is_export, read_export
 from paceline.recipes.speech.exchange.nemo import read_nemo, read_nemo_network
@@ -21,32 +21,6 @@ from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import DIGESTS, listed
 
 DECODER = "decoder."
-
-
-class NoWeights(PacelineError):
-    """A path for `init_from` without weights to start from."""
-
-    hint = "name a checkpoint (RUN/checkpoints/step-...), an exported folder or a .nemo archive"
-
-    def __init__(self, path: Path) -> None:
-        why = "there is no such file or folder"
-        if RunFolder(path).is_run:
-            why = "is a run, not one of its checkpoints"
-            names = [str(checkpoint) for checkpoint in listed(RunFolder(path).checkpoints)]
-            self.hint = f"name one of them: {', '.join(names)}" if names else "it has none yet"
-        elif path.exists():
-            why = "is no checkpoint, no exported model and no .nemo archive"
-        super().__init__(f"{path}: {why}")
-
-
-class RatesDiffer(PacelineError):
-    """A model that hears audio at another rate: its features stand for other frequencies."""
-
-    ours: int
-    theirs: int
-    where: Path
-    sentence = "{where} is a model for {theirs} Hz, and the network is for {ours} Hz"
-    hint = "set `sample_rate: {theirs}` in the network's file; audio of any rate is resampled to it"
 
 
 class _Known(NamedTuple):
@@ -87,7 +61,7 @@ def read_weights(
     found = read_model(path)
     if found is None:
         if not (path / DIGESTS).exists():
-            raise NoWeights(path)
+            raise _no_weights(path)
         weights: Mapping[str, Tensor] = apply.read_weights(path)
         known = _known_of(path)
     else:
@@ -98,7 +72,10 @@ def read_weights(
     elif known.labels is not None and not new_decoder:
         check_labels(network.labels, known.labels, path)
     if known.sample_rate not in (None, network.sample_rate):
-        raise RatesDiffer(network.sample_rate, known.sample_rate or 0, path)
+        raise Conflict(
+            f"{path} is a model for {known.sample_rate} Hz, and the network is for {network.sample_rate} Hz",
+            hint=f"set `sample_rate: {known.sample_rate}` in the network's file; audio of any rate is resampled to it",
+        )
     if known.front_end not in (None, network.features.front_end):
         say(
             f"{path} was trained with the front end {known.front_end}, and this run hears with "
@@ -115,6 +92,17 @@ def read_weights(
         return weights
     check_weights(network, weights, path)
     return weights
+
+
+def _no_weights(path: Path) -> NotFound:
+    hint = "name a checkpoint (RUN/checkpoints/step-...), an exported folder or a .nemo archive"
+    if RunFolder(path).is_run:
+        names = [str(checkpoint) for checkpoint in listed(RunFolder(path).checkpoints)]
+        hint = f"name one of them: {', '.join(names)}" if names else "it has none yet"
+        return NotFound(f"{path}: is a run, not one of its checkpoints", hint=hint)
+    if path.exists():
+        return NotFound(f"{path}: is not a checkpoint, an exported model or a .nemo archive", hint=hint)
+    return NotFound(f"{path}: there is no such file or folder", hint=hint)
 
 
 def without_decoder(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

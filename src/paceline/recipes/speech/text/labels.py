@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, Protocol, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData, PacelineError
 from paceline.recipes.speech.text.english import expand
 from paceline.recipes.speech.text.pieces import BadLabels, Pieces
 
@@ -49,19 +49,6 @@ _WORD: Final = re.compile(
 """A word; a single character in scripts that put no space between words (Thai, Lao, Burmese, Khmer, Chinese, kana)."""
 
 
-class OutsideLabels(PacelineError):
-    """A text with characters that the model cannot write, where it should have been normalised."""
-
-    text: str
-    characters: str
-    sentence = "{text!r} has characters outside the labels: {shown}"
-    hint = 'normalise texts first: `text_rules` "en" or "basic"'
-
-    @property
-    def shown(self) -> str:
-        return " ".join(map(_shown, self.characters))
-
-
 @dataclass(frozen=True)
 class Labels(Pieces):
     """The characters that a model writes, in the order of its outputs; the blank of CTC comes after the last."""
@@ -79,8 +66,11 @@ class Labels(Pieces):
     def encode(self, text: str) -> list[int]:
         ids = [self._id_of.get(character, -1) for character in text]
         if -1 in ids:
-            outside = {character: None for character in text if character not in self.characters}
-            raise OutsideLabels(text, "".join(outside))
+            outside = {_shown(character): None for character in text if character not in self.characters}
+            raise InvalidData(
+                f"{text!r} has characters outside the labels: {' '.join(outside)}",
+                hint='normalise texts first: `text_rules` "en" or "basic"',
+            )
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

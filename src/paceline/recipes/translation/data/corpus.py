@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.named_sets import NamedTwice, name_sets
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData
 from paceline.core.units import counted
 from paceline.recipes.translation.data.pairs import Encoded, Lines, Pairs
 from paceline.recipes.translation.settings import TranslationSettings
@@ -17,14 +17,6 @@ from paceline.recipes.translation.text.parallel import ParallelText, TextFiles, 
 from paceline.recipes.translation.text.vocabulary import Vocabulary
 
 TRAINING = "train"
-
-
-class NothingLeft(PacelineError):
-    """Filters that drop every pair."""
-
-    dropped: str
-    sentence = "no training pair is left: dropped {dropped}"
-    hint = "raise `--max-tokens`, `--max-ratio`, or lower `--min-tokens`"
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,10 @@ class Corpus:
         rows, dropped = Limits.of(settings).keep(source.lengths, target.lengths)
         said = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
         if not len(rows):
-            raise NothingLeft(said)
+            raise InvalidData(
+                f"no training pair is left: dropped {said}",
+                hint="raise `--max-tokens`, `--max-ratio`, or lower `--min-tokens`",
+            )
         if dropped:
             self._say(f"{TRAINING}: {len(rows):,} of {counted(len(text), 'pair')}; dropped {said}")
             source, target = source.take(rows), target.take(rows)

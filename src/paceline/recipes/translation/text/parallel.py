@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from paceline.core.cloud.file_copy import bring
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData, InvalidSetting, PacelineError
 from paceline.core.paths import near
 from paceline.core.units import counted
 from paceline.data.packed.errors import is_packed
@@ -57,35 +57,6 @@ class NoInput(PacelineError):
     @property
     def place(self) -> str:
         return near(self.path)
-
-
-class LinesDiffer(PacelineError):
-    """Two files that are not each other's translation, line by line."""
-
-    source: Path
-    target: Path
-    num_source: int
-    num_target: int
-    sentence = "{of_source} has {num_source:#line}, {of_target} has {num_target:,}: they do not pair up"
-    hint = "line N of one must be the translation of line N of the other; look where they part, with `paste` or `diff`"
-
-    @property
-    def of_source(self) -> str:
-        return near(self.source)
-
-    @property
-    def of_target(self) -> str:
-        return near(self.target)
-
-
-class FilesDiffer(PacelineError):
-    """Another number of files on one side than on the other."""
-
-    name: str
-    num_source: int
-    num_target: int
-    sentence = "`{name}_source` names {num_source:#file}, `{name}_target` {num_target}"
-    hint = "name a file of translations for each file of sources, in the same order"
 
 
 @dataclass(frozen=True)
@@ -285,7 +256,11 @@ def read_parallel(files: TextFiles, *, skip_bad: bool = False) -> ParallelText:
     """Read all files of a data set. Raises `BadText` with all that is wrong, unless that may be left out."""
     reader = _Reader()
     if len(files.sources) != len(files.targets):
-        raise FilesDiffer(files.name, len(files.sources), len(files.targets))
+        raise InvalidSetting(
+            f"`{files.name}_source` names {counted(len(files.sources), 'file')}, `{files.name}_target` "
+            f"{len(files.targets)}",
+            hint="name a file of translations for each file of sources, in the same order",
+        )
     for source, target in zip(files.sources, files.targets, strict=True):
         _read_two(reader, source, target)
     for path in files.pairs:
@@ -300,7 +275,12 @@ def read_parallel(files: TextFiles, *, skip_bad: bool = False) -> ParallelText:
 def _read_two(reader: _Reader, source: Path, target: Path) -> None:
     sources, targets = list(_lines(source)), list(_lines(target))
     if len(sources) != len(targets):
-        raise LinesDiffer(source, target, len(sources), len(targets))
+        raise InvalidData(
+            f"{near(source)} has {counted(len(sources), 'line')}, {near(target)} has {len(targets):,}: they do not "
+            "pair up",
+            hint="line N of one must be the translation of line N of the other; find where they part with `paste` or "
+            "`diff`",
+        )
     for number, (first, second) in enumerate(zip(sources, targets, strict=True), 1):
         reader.add(_Line(source, number, first), _Line(target, number, second))
 

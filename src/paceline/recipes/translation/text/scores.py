@@ -7,20 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotInstalled
 from paceline.core.extras import imports_for
-
-
-class NoTokenizer(PacelineError):
-    """A tokenizer of sacreBLEU whose packages are not there."""
-
-    tokenize: str
-    sentence = "`bleu_tokenize` {tokenize} needs packages that are not installed"
-    hint = "pip install 'sacrebleu[{language}]'"
-
-    @property
-    def language(self) -> str:
-        return self.tokenize.partition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -39,7 +27,7 @@ class Bleu:
         return [float(number) for number in (score.sys_len, score.ref_len, *score.counts, *score.totals)]
 
     def check(self) -> None:
-        """Raise `NoTokenizer` where texts cannot be taken apart: before training, not at its first validation."""
+        """Raise `NotInstalled` where texts cannot be taken apart: before training, not at its first validation."""
         _bleu(self, False)
 
     @property
@@ -56,7 +44,10 @@ def _bleu(of: Bleu, is_of_sentence: bool) -> Any:
     try:
         return BLEU(tokenize=of.tokenize, lowercase=of.lowercase, force=True, effective_order=is_of_sentence)
     except RuntimeError:  # what sacreBLEU raises where MeCab or a dictionary is missing
-        raise NoTokenizer(of.tokenize) from None
+        raise NotInstalled(
+            f"`bleu_tokenize` {of.tokenize} needs packages that are not installed",
+            hint=f"pip install 'sacrebleu[{of.tokenize.partition('-')[0]}]'",
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, PacelineError
 from paceline.core.extras import imports_for
 
 if TYPE_CHECKING:
@@ -32,14 +32,6 @@ class BadTokenizer(PacelineError):
     why: str
     sentence = "{path}: {why}"
     hint = f"name a {FILE} that a run of this recipe has written, or the folder of such a run"
-
-
-class VocabularySmall(PacelineError):
-    """More units are asked for than there can be."""
-
-    asked: int
-    sentence = "`vocabulary` {asked} is too small: the 256 bytes and 4 marks alone need 260"
-    hint = "set `--vocabulary 8000`, say"
 
 
 class Vocabulary:
@@ -80,7 +72,10 @@ class Vocabulary:
             import tokenizers
         size -= size % MULTIPLE
         if tokens == "bpe" and size < NUM_BYTES + len(SPECIAL):
-            raise VocabularySmall(size)
+            raise InvalidSetting(
+                f"`vocabulary` {size} is too small: the 256 bytes and 4 marks alone need 260",
+                hint="set `--vocabulary 8000`, for example",
+            )
         made = (
             _bpe(tokenizers, lines, size, lowercase) if tokens == "bpe" else _words(tokenizers, lines, size, lowercase)
         )

@@ -1,28 +1,28 @@
-"""Subwords of SentencePiece and BERT: the same numbers as those programs give, and those that are learned here."""
+"""Subwords of SentencePiece and BERT have the numbers that those programs give, and learned ones are such a model."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import lzma
+import pickle
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import sentencepiece
 
+from paceline.core.errors import InvalidData, InvalidSetting
+from paceline.core.extras import PackagesMissing
 from paceline.recipes.speech.text.labels import encode_all
 from paceline.recipes.speech.text.subwords import tokenizer
 from paceline.recipes.speech.text.subwords.labels import Subwords
-from paceline.recipes.speech.text.subwords.model_file import Damaged, parse_model
-from paceline.recipes.speech.text.subwords.normalizer import Charsmap
 from paceline.recipes.speech.text.subwords.tokenizer import (
     MODEL,
+    WORD_PIECES,
     BadTokenizer,
-    NothingToLearn,
-    VocabularyLarge,
-    VocabularySmall,
     learn_bpe,
     parse_tokenizer,
     read_tokenizer,
@@ -49,9 +49,8 @@ ODD = [
 
 
 def sentencepiece_model(lines: list[str], **options: Any) -> bytes:
-    spm = pytest.importorskip("sentencepiece")
     written = io.BytesIO()
-    spm.SentencePieceTrainer.train(
+    sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
         model_writer=written,
         minloglevel=2,
@@ -75,10 +74,9 @@ def sentencepiece_model(lines: list[str], **options: Any) -> bytes:
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_texts_are_cut_as_sentencepiece_cuts_them(options: dict[str, Any]) -> None:
+def test_labels_and_texts_are_those_of_the_sentencepiece_model(options: dict[str, Any]) -> None:
     content = sentencepiece_model(REAL[:150], vocab_size=700, **options)
-    spm = pytest.importorskip("sentencepiece")
-    theirs = spm.SentencePieceProcessor(model_proto=content)
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=content)
     ours = Subwords.of(parse_tokenizer(content, MODEL, "m"))
     assert list(ours.symbols) == [theirs.id_to_piece(number) for number in range(len(theirs))]
     assert ours.blank == len(theirs)
@@ -89,20 +87,19 @@ def test_texts_are_cut_as_sentencepiece_cuts_them(options: dict[str, Any]) -> No
 
 
 def test_learned_subwords_are_those_of_a_sentencepiece_model(tmp_path: Path) -> None:
-    spm = pytest.importorskip("sentencepiece")
     learned = learn_bpe(SPOKEN, 160)
     assert learned == learn_bpe(iter(SPOKEN), 160)
     assert len(learned.pieces) == 160
     assert learned.pieces[0] == "<unk>"
     assert learned.characters == {" ", *"".join(SPOKEN)}
     (tmp_path / MODEL).write_bytes(learned.content)
-    theirs = spm.SentencePieceProcessor(model_file=str(tmp_path / MODEL))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / MODEL))
     labels = Subwords.of(read_tokenizer(tmp_path))
     for text in SPOKEN:
         assert labels.encode(text) == theirs.encode(text)
         assert labels.decode(labels.encode(text)) == " ".join(text.split()) == theirs.decode(theirs.encode(text))
     assert labels.encode("caf\u00e9") == theirs.encode("caf\u00e9")
-    assert parse_model(learned.content).normalizer == "identity"
+    assert theirs.normalize("\ufb01") == "\u2581\ufb01"
     assert stored(tmp_path) == learned
     assert stored(tmp_path / "none") is None
 
@@ -118,16 +115,16 @@ def test_transcripts_are_brought_to_the_characters_of_the_subwords() -> None:
 
 def test_a_vocabulary_has_its_limits() -> None:
     with pytest.raises(
-        VocabularySmall, match="`vocabulary` 5 is too small: the characters of the transcripts alone need 6"
+        InvalidSetting, match="`vocabulary` 5 is too small: the characters of the transcripts alone need 6"
     ) as small:
         learn_bpe(["abc ab", "d"], 5)
     assert "--vocabulary 128" in small.value.hint
     with pytest.raises(
-        VocabularyLarge, match="`vocabulary` 500 is too large: the training transcripts give 10 subwords"
+        InvalidSetting, match="`vocabulary` 500 is too large: the training transcripts give 10 subwords"
     ):
         learn_bpe(["abc ab", "d"], 500)
     assert len(learn_bpe(["abc ab", "d"], 10).pieces) == 10
-    with pytest.raises(NothingToLearn, match="all of these are empty"):
+    with pytest.raises(InvalidData, match="all of these are empty"):
         learn_bpe(["", " "], 64)
 
 
@@ -181,32 +178,41 @@ def test_archives_of_strangers_are_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_tables_of_characters_that_point_nowhere_are_refused() -> None:
-    content = sentencepiece_model(REAL[:50], vocab_size=300, model_type="bpe")
-    table = parse_model(content).precompiled_charsmap
-    size = int.from_bytes(table[:4], "little")
-    Charsmap(table)
-    rule, value = 1 << 8 | ord("a"), 1 << 31 | 5
-    for units, texts in (([], b""), ([0, rule | 500 << 10], b"x\0"), ([0, rule, value], b"x\0"), ([0, rule, 0], b"x")):
-        data = np.array([len(units) * 4, *units], "<u4").tobytes() + texts
-        with pytest.raises(Damaged, match="table of characters"):
-            Charsmap(data)
-    with pytest.raises(Damaged, match="points outside"):
-        Charsmap(table[: 4 + size + 10])
-    bad = content.replace(table, table[: 4 + size] + b"x" * (len(table) - 4 - size))
-    with pytest.raises(BadTokenizer, match="points outside of itself"):
-        parse_tokenizer(bad, MODEL, "m")
+    table_bytes = 2_000
+    content = bytearray(sentencepiece_model(REAL[:50], vocab_size=300, model_type="bpe"))
+    content[-table_bytes:] = b"x" * table_bytes
+    with pytest.raises(BadTokenizer, match="is not a SentencePiece model"):
+        parse_tokenizer(bytes(content), MODEL, "m")
 
 
-def test_files_that_are_no_subwords_are_refused(tmp_path: Path) -> None:
+def test_subwords_are_sent_to_worker_processes(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[UNK]\na\nb\n##a\n##b\n")
+    for labels in (Subwords.of(learn_bpe(SPOKEN, 120)), Subwords.of(read_tokenizer(tmp_path))):
+        there = pickle.loads(pickle.dumps(labels))
+        assert there == labels
+        assert [there.encode(text) for text in SPOKEN] == [labels.encode(text) for text in SPOKEN]
+
+
+@pytest.mark.parametrize("package", ["sentencepiece", "tokenizers"])
+def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = learn_bpe(SPOKEN, 120).content
+    monkeypatch.setitem(sys.modules, package, None)
+    content, file = (learned, MODEL) if package == "sentencepiece" else (b"[UNK]\n##a\n", WORD_PIECES)
+    with pytest.raises(PackagesMissing, match=f"needs the package {package}") as caught:
+        parse_tokenizer(content, file, "m")
+    assert caught.value.hint == "pip install 'paceline[asr]'"
+
+
+def test_files_without_subwords_are_refused(tmp_path: Path) -> None:
     learned = learn_bpe(SPOKEN, 100).content
-    words = sentencepiece_model(REAL[:50], vocab_size=60, model_type="word")
+    suffix = sentencepiece_model(REAL[:50], vocab_size=300, model_type="bpe", treat_whitespace_as_suffix=True)
     bad = {
         "none.model": (None, "there is no such file"),
-        "cut.model": (learned[: len(learned) // 2], "is no SentencePiece model"),
-        "text.model": (b"hello", "is no SentencePiece model"),
-        "empty.model": (b"", "there are no pieces in it"),
-        "word.model": (words, "whole words or characters"),
-        "twice.model": (learned + learned, "more than once|one piece for what is unknown"),
+        "cut.model": (learned[:-1], "is not a SentencePiece model"),
+        "text.model": (b"hello", "is not a SentencePiece model"),
+        "empty.model": (b"", "the file is empty"),
+        "twice.model": (learned + learned, "is already defined"),
+        "suffix.model": (suffix, "do not mark where words begin"),
         "vocab.txt": (b"a\nb\n", "no word pieces"),
         "bytes.txt": (b"\xff\xfe", "not a text file"),
         "more.txt": (b"[UNK]\n##a\n##a\n", "more than once"),

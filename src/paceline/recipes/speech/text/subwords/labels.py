@@ -30,10 +30,10 @@ class Subwords(Pieces):
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers of a text; characters that are not known become the unknown label."""
-        return self.tokenizer.cutter(text)
+        return self.tokenizer.encode(text)
 
     def encode_many(self, texts: list[str]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         """Return the numbers of all texts in one array, and how many each has."""
-        rows = [self.tokenizer.cutter(text) for text in texts]
+        rows = [self.tokenizer.encode(text) for text in texts]
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         return np.array([number for row in rows for number in row], np.int16), lengths
