@@ -11,8 +11,8 @@ from paceline.config.settings import TrainConfig
 from paceline.data.plan import BatchRule, Plan
 from paceline.train.benchmark import Benchmark, Measured, NoStepsToTime, benchmark, join
 from paceline.train.fit import run_mode
+from paceline.train.run import Result
 from paceline.train.task import Stage
-from paceline.train.trainer import Result
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.ragged import Ragged, RaggedTask

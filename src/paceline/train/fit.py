@@ -29,10 +29,12 @@ from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
 from paceline.train.checkpoint import reader
+from paceline.train.loop import train
+from paceline.train.rounds import train_in_rounds
+from paceline.train.run import Result, Run, open_run
 from paceline.train.splitting import SplitNeedsOneRank, train_splitting
-from paceline.train.survival import Survival, train_in_rounds
+from paceline.train.survival import Survival
 from paceline.train.task import Task
-from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link
 from paceline.world.rounds import Rounds
 from paceline.world.start import from_settings
@@ -172,12 +174,12 @@ def fit_surviving(
     `code` are digests of the task's files, by which a process that joins is compared with those that are there.
     """
 
-    def make_trainer(config: TrainConfig, link: Link, survival: Survival) -> Trainer:
+    def open_round(config: TrainConfig, link: Link, survival: Survival) -> Run:
         if config.split_on_oom:
             raise SplitNeedsOneRank(link.world.size)
-        return Trainer(make_task(), config, link, survival=survival)
+        return open_run(make_task(), config, link, survival=survival)
 
-    return train_in_rounds(config, rounds, make_trainer, code)
+    return train_in_rounds(config, rounds, open_round, code)
 
 
 def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback] = ()) -> Result:
@@ -188,9 +190,9 @@ def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Cal
         return _apply(task, config, link)
     if config.split_on_oom:
         return train_splitting(task, config, link, watchers)
-    trainer = Trainer(task, config, link, watchers)
-    result = trainer.fit()
-    return replace(result, model=trainer.give_model())
+    run = open_run(task, config, link, watchers)
+    result = train(run)
+    return replace(result, model=run.give_model())
 
 
 def _apply(task: Task, config: TrainConfig, link: Link) -> Result:

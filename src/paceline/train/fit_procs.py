@@ -30,8 +30,8 @@ from paceline.core.errors import PacelineError, first_line
 from paceline.core.extras import EXTRAS
 from paceline.core.terminal import warn
 from paceline.observe.callback import Callback, RunInfo
+from paceline.train.run import Result
 from paceline.train.task import Task
-from paceline.train.trainer import Result
 from paceline.world.discover.environment import discover
 from paceline.world.launch.launcher import count_procs, launch
 
