@@ -31,7 +31,7 @@ from tests.train.small import (
     weights,
 )
 from tests.train.test_divergence import NeverFinite, Overflowing
-from tests.train.test_trainer_resume import StoppingTask
+from tests.train.test_run_resume import StoppingTask
 
 
 def epochs(run: Path) -> list[dict[str, Any]]:

@@ -258,6 +258,6 @@ def test_the_loss_scale_is_in_the_journal_where_there_is_one(tmp_path: Path) -> 
 def test_rates_of_layers_are_noted_under_their_names(tmp_path: Path) -> None:
     trained = opened(SmallTask(), tmp_path / "a", epochs=1, larc="clip", progress="none", loggers=())
     train(trained)
-    found = notes(trained.stepper, trained.larc)
+    found = notes(trained.stepper, trained.stages.larc)
     assert found.keys() == {f"larc/{name}" for name, _ in trained.stepper.model.named_parameters()}
     assert all(isinstance(rate, float) and torch.isfinite(torch.tensor(rate)) for rate in found.values())

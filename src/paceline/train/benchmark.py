@@ -13,37 +13,17 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config.settings import TrainConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, InvalidSetting
 from paceline.core.units import counted
 from paceline.data.grain import Grain
 from paceline.observe.clock import elapsed
 from paceline.train.feed import Feed
 from paceline.train.loop import train
 from paceline.train.probe import Probe, unkept
-from paceline.train.run import Result, Run, open_run
+from paceline.train.result import Result
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
 from paceline.world.link import Link
-
-
-class NoStepsToTime(PacelineError):
-    """A benchmark that ends before its timed part begins."""
-
-    steps: int
-    first: int
-    sentence = "`bench_steps` is {steps}, but timing begins after `bench_start` = {first:#step}"
-    hint = "set `--bench-steps {enough}`, or `--bench-start 0`"
-
-    @property
-    def enough(self) -> int:
-        return self.first + 50
-
-
-class BenchmarkStopped(PacelineError):
-    """A benchmark that a signal ended before its last step."""
-
-    num_steps: int
-    sentence = "asked to stop after {num_steps:#step}: nothing was measured"
-    hint = "run it again, with fewer `--bench-steps` if it took too long"
 
 
 @dataclass(frozen=True)
@@ -109,12 +89,19 @@ class Measured:
 def benchmark(task: Task, config: TrainConfig, link: Link) -> Benchmark:
     """Train for `bench_steps` steps and report the speed; no run folder is made or changed."""
     if config.bench_steps <= config.bench_start:
-        raise NoStepsToTime(config.bench_steps, config.bench_start)
+        raise InvalidSetting(
+            f"`bench_steps` is {config.bench_steps}, but timing begins after `bench_start` = "
+            f"{counted(config.bench_start, 'step')}",
+            hint=f"set `--bench-steps {config.bench_start + 50}`, or `--bench-start 0`",
+        )
     timing = _Timing(config)
     run = open_run(task, unkept(config, config.bench_steps), link, probe=timing)
     result = train(run)
     if timing.measured is None:
-        raise BenchmarkStopped(result.num_steps)
+        raise Failed(
+            f"asked to stop after {counted(result.num_steps, 'step')}: nothing was measured",
+            hint="run it again, with fewer `--bench-steps` if it took too long",
+        )
     joined = join(link.gather_objects(timing.measured), config.bench_start, result)
     for line in joined.lines():
         run.progress.say(line)

@@ -22,7 +22,8 @@ from paceline.train.duties import check_losses, come_together, save, validate
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.loss import TooManySkipped
 from paceline.train.outlook import outlook
-from paceline.train.run import Result, Run
+from paceline.train.result import Result
+from paceline.train.run import Run
 from paceline.world.signals import StopSignals
 
 

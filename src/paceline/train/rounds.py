@@ -23,7 +23,8 @@ from paceline.train.checkpoint.memory import Copies, MemoryState, save_alone
 from paceline.train.checkpoint.mirror import MirroredState
 from paceline.train.due import Outcome
 from paceline.train.loop import train
-from paceline.train.run import Result, Run
+from paceline.train.result import Result
+from paceline.train.run import Run
 from paceline.train.scaling import for_ranks
 from paceline.train.survival import Survival, copy_kind, is_cut_loose, needs_all
 from paceline.world.consistency import installation

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -19,8 +18,7 @@ from paceline.observe.clock import Clock
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
-from paceline.observe.records import Finding
-from paceline.observe.timeline import recorder as timeline
+from paceline.observe.timeline import recorder
 from paceline.parallel.step import Step
 from paceline.train import setup, summary
 from paceline.train import task as tasks
@@ -39,6 +37,7 @@ from paceline.train.loss import TooManySkipped
 from paceline.train.meter import Meter, make_clock
 from paceline.train.position import Position
 from paceline.train.probe import Probe
+from paceline.train.result import Result
 from paceline.train.resume import Resume
 from paceline.train.scalars import Scalars, calls_log
 from paceline.train.stage import Stages
@@ -52,50 +51,6 @@ from paceline.world.failure.flight_recorder import SAVING, trail
 from paceline.world.failure.together import is_broken_link, log_if_lost
 from paceline.world.link import Link
 from paceline.world.signals import stop_reason
-
-
-@dataclass(frozen=True)
-class Result:
-    """Outcome of a run, in any mode."""
-
-    status: str
-    """`finished`, `early` (patience ran out), `stopped` (a signal asked for it; `--resume auto` goes on) or `diverged`
-    (its loss exploded or its weights are not finite: only what came before is saved); of the other modes `evaluated`,
-    `predicted` or `measured`."""
-    num_steps: int
-    loss: float
-    """Loss of the last step."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last validation, as `set/metric`."""
-    best_score: float | None = None
-    """The best score of a validation: see `monitor`."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Time by phase."""
-    findings: tuple[Finding, ...] = ()
-    """Reasons that held the run back, and what to type: the last word on each matter."""
-    mode: str = "train_eval"
-    """Mode as in the settings, or `benchmark`."""
-    predictions: Path | None = None
-    """The file that mode `infer` wrote."""
-    folder: Path | None = None
-    """The run folder, if there is one; of a run at an address, the copy on this machine."""
-    address: str | None = None
-    """Address of the run, such as `s3://bucket/run`; None where its folder is one of this machine."""
-    is_delivered: bool = True
-    """False if the last upload to the address failed: `folder` has all of the run, and `resume="auto"` sends it."""
-    checkpoint: Path | None = None
-    """The last checkpoint of the run; of the modes `eval` and `infer` the one that was used."""
-    best: Path | None = None
-    """The checkpoint with the best score, for `paceline.load`, `init_from` or `resume`; None where none has one."""
-    model: torch.nn.Module | None = field(default=None, repr=False, compare=False)
-    """The trained model, in evaluation mode, as the last step left it: on this rank's device and in the dtype that it
-    was trained in. `paceline.load(result.folder)` gives the best one in fp32, and its average if the run kept one; with
-    `shard` this one is in pieces."""
-
-    @property
-    def best_checkpoint(self) -> Path | None:
-        """Name of `best` in earlier versions, where `best` was `best_score`."""
-        return self.best
 
 
 @dataclass(frozen=True)
@@ -115,62 +70,48 @@ class Hooks:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class Run:
     """An open training run: its position, and everything that training works with. `open_run` makes it.
 
     As a context manager it gives files and terminal back, and after an error records that the run has failed.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        config: TrainConfig,
-        link: Link,
-        *,
-        clock: Clock,
-        progress: Progress,
-        session: RunSession,
-        checkpoints: Checkpoints,
-        stepper: Stepper,
-        stages: Stages,
-        scalars: Scalars,
-        validation: Validation,
-        recorder: timeline.Timeline | timeline.Off,
-        log: Logbook,
-        position: Position,
-        stream: Mapping[str, torch.Tensor],
-        resumed: str | None,
-        probe: Probe | None,
-        survival: Survival | None,
-    ) -> None:
-        """`stream` is the state of data of unknown length at the position, `resumed` says where the run was resumed."""
-        self.task, self.config, self.link = task, config, link
-        self.clock, self.progress, self.stepper, self.stages = clock, progress, stepper, stages
-        self.session, self.checkpoints, self.validation = session, checkpoints, validation
-        self.timeline, self.log, self.scalars = recorder, log, scalars
-        self.position, self.resumed, self.survival = position, resumed, survival
-        self.hooks = Hooks.of(task, stepper)
-        self.average = MeasureAverage()
-        self.is_kept = probe is None
-        """False for a measurement: nothing of it is kept, and diverging does not end it."""
-        every: list[Duty | None] = [
-            probe,
-            Log(config),
-            Validate(config),
-            Save(config, link),
-            Leave(config),
-            survival,
-        ]
-        self.duties = [duty for duty in every if duty is not None]
-        """What happens between steps, in this order."""
-        self.next_due = 0
-        """Number of steps at which the next duty is due."""
-        self.is_asked_to_stop = False
-        """True if this process was asked to stop; steppers are also asked to when another process waits to join."""
-        self._since = position
-        self._feed: Feed | None = None
-        self._stream = stream
-        self._knows_stream = True
+    task: Task
+    config: TrainConfig
+    link: Link
+    clock: Clock
+    progress: Progress
+    session: RunSession
+    checkpoints: Checkpoints
+    stepper: Stepper
+    stages: Stages
+    scalars: Scalars
+    validation: Validation
+    timeline: recorder.Timeline | recorder.Off
+    log: Logbook
+    duties: Sequence[Duty]
+    """What happens between steps, in this order."""
+    position: Position
+    survival: Survival | None
+    is_kept: bool
+    """False for a measurement: nothing of it is kept, and diverging does not end it."""
+    resumed: str | None = None
+    """Where the run was resumed, in words."""
+    stream: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """State of data of unknown length at the position where the run was resumed."""
+    next_due: int = 0
+    """Number of steps at which the next duty is due."""
+    is_asked_to_stop: bool = False
+    """True if this process was asked to stop; steppers are also asked to when another process waits to join."""
+    average: MeasureAverage = field(default_factory=MeasureAverage)
+    hooks: Hooks = field(init=False)
+    _since: Position = field(default_factory=Position)
+    _feed: Feed | None = None
+    _knows_stream: bool = True
+
+    def __post_init__(self) -> None:
+        self.hooks = Hooks.of(self.task, self.stepper)
 
     @property
     def resume(self) -> Resume:
@@ -207,8 +148,8 @@ class Run:
         if self.position.data not in (None, feed.fingerprint) and not self.config.allow_change:
             raise DataChanged
         self.position = replace(self.position, data=feed.fingerprint)
-        reread = feed.resume_stream(self._stream)
-        self._stream = {}
+        reread = feed.resume_stream(self.stream)
+        self.stream = {}
         if reread is not None:
             self.progress.say(reread)
         return feed
@@ -478,7 +419,7 @@ def open_run(
             say(f"resumed {resumed}")
     del checkpoint  # its tensors are mapped from files, and would keep them on disk
     validation = Validation(task, stepper, config, grains)
-    recorder = timeline.build(config, config.out, link, clock, lambda: stepper.num_steps, say)
+    timeline = recorder.build(config, config.out, link, clock, lambda: stepper.num_steps, say)
     receivers = setup.callbacks(task, config, say, callbacks) if link.is_first else []
     meter = Meter(clock, stepper, task, config, None if values is None else values.so_far)
     with ExitStack() as undo:  # from here on there is something to undo: files, a lock, callbacks that have started
@@ -500,10 +441,11 @@ def open_run(
             scalars.read,
         )
         undo.callback(log.end)
+        duties = [probe, Log(config), Validate(config), Save(config, link), Leave(config), survival]
         run = Run(
-            task,
-            config,
-            link,
+            task=task,
+            config=config,
+            link=link,
             clock=clock,
             progress=progress,
             session=session,
@@ -512,13 +454,14 @@ def open_run(
             stages=stages,
             scalars=scalars,
             validation=validation,
-            recorder=recorder,
+            timeline=timeline,
             log=log,
+            duties=[duty for duty in duties if duty is not None],
             position=position,
-            stream=stream,
-            resumed=resumed,
-            probe=probe,
             survival=survival,
+            is_kept=probe is None,
+            resumed=resumed,
+            stream=stream,
         )
         settings = masked_values(config.model_dump(mode="json"))
         done, size = stepper.num_steps, link.world.size

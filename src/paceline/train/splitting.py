@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from paceline.config.settings import TrainConfig
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import PacelineError, TaskContract, first_line
 from paceline.core.terminal import tell
 from paceline.core.together import Exclusion
 from paceline.core.units import counted
 from paceline.observe.callback import Callback
 from paceline.train.loop import train
 from paceline.train.loss import OutOfMemory
-from paceline.train.run import Result, Run, open_run
+from paceline.train.result import Result
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
 from paceline.world.failure.together import is_broken_link
 from paceline.world.link import Link
@@ -52,15 +53,6 @@ class SplitNeedsOneRank(PacelineError):
     )
     sentence = "`split_on_oom` cuts the batch of one rank, and there are {ranks}"
     hint = "find the number of grains with `paceline tune TASK --procs {ranks} --knobs grains`, and set `--grains`"
-
-
-class TaskNotCopied(PacelineError):
-    """A task that cannot be put back to what it was before an attempt."""
-
-    name: str
-    why: str
-    sentence = "`split_on_oom` begins again with the task as it was, and its attribute `{name}` cannot be copied: {why}"
-    hint = "make locks, open files and connections in `train_data` or `model`, not in `__init__`; or set `--grains`"
 
 
 def next_cut(grains: int, num_samples: int, before: int | None) -> int | None:
@@ -107,7 +99,12 @@ def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
         try:
             copies[name] = copy.deepcopy(value, memo)
         except Exception as error:  # whatever an object of the user's raises
-            raise TaskNotCopied(name, first_line(error)) from error
+            raise TaskContract(
+                f"`split_on_oom` begins again with the task as it was, and its attribute `{name}` cannot be copied: "
+                f"{first_line(error)}",
+                hint="make locks, open files and connections in `train_data` or `model`, not in `__init__`; or set "
+                "`--grains`",
+            ) from error
     return copies
 
 
