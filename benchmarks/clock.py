@@ -51,7 +51,8 @@ def train(rank: int, size: int, port: int, folder: str, epochs: int, pipe: Any) 
     """One rank of a real run; sends (seconds by phase, wall time)."""
     from paceline import TrainConfig
     from paceline.recipes.digits import Digits
-    from paceline.train.trainer import Trainer
+    from paceline.train import loop
+    from paceline.train.run import open_run
     from paceline.world.discover.environment import World
     from paceline.world.start import start
 
@@ -69,7 +70,7 @@ def train(rank: int, size: int, port: int, folder: str, epochs: int, pipe: Any) 
         save_every_steps=100,
         out=Path(folder),
     )
-    result = Trainer(Digits(), config, link).fit()
+    result = loop.train(open_run(Digits(), config, link))
     wall_s = time.perf_counter() - began
     link.close()
     pipe.send((result.seconds, wall_s))

@@ -116,7 +116,8 @@ def trainer(num_steps: int, own_loader: bool) -> float:
     import numpy as np
 
     from paceline import Task, TrainConfig
-    from paceline.train.trainer import Trainer
+    from paceline.train.loop import train_epoch
+    from paceline.train.run import open_run
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
@@ -152,12 +153,12 @@ def trainer(num_steps: int, own_loader: bool) -> float:
             loggers=(),
             out=Path(folder) / "run",
         )
-        run = Trainer(Tiny(), config, start(discover({}), device="cpu", threads=1))
+        run = open_run(Tiny(), config, start(discover({}), device="cpu", threads=1))
         run.progress._console.quiet = True
         began = time.perf_counter()
-        feed = run._feed(0, run.stages[0])
-        run.stepper.follow(run._schedule(feed))
-        run._train_epoch(feed)
+        feed = run.begin_stage(0)
+        run.stages.follow(run, feed)
+        train_epoch(run, feed)
         return us_per_step(time.perf_counter() - began, num_steps)
 
 

@@ -148,7 +148,8 @@ def whole_steps(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> N
     from paceline.recipes.continual.files import Labelled
     from paceline.recipes.continual.settings import ContinualSettings
     from paceline.recipes.continual.task import Continual
-    from paceline.train.trainer import Trainer
+    from paceline.train.loop import train
+    from paceline.train.run import open_run
     from paceline.world.discover.environment import World
     from paceline.world.start import start
 
@@ -178,7 +179,7 @@ def whole_steps(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> N
         )
         task = Continual()
         task.measures_untrained = False
-        trainer = Trainer(task, settings, link)
+        trainer = open_run(task, settings, link)
         times: list[float] = []
         engine_step = trainer.stepper.step
 
@@ -189,7 +190,7 @@ def whole_steps(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> N
 
         trainer.stepper.step = stamped  # type: ignore[method-assign]
         task.after_stage = lambda model, stage: None  # type: ignore[method-assign]
-        trainer.fit()
+        train(trainer)
         gaps = [later - sooner for sooner, later in pairwise(times[1:])]
         found[name] = 1e6 * statistics.median(gaps)
     pipe.send(found)
@@ -279,10 +280,11 @@ def plain_loop(data: Any) -> Callable[[int], None]:
 
 
 def ours(root: Path, num_steps: int) -> float:
-    """CPU microseconds per step of the recipe, through the whole trainer."""
+    """CPU microseconds per step of the recipe, through the whole training loop."""
     from paceline.recipes.continual.settings import ContinualSettings
     from paceline.recipes.continual.task import Continual
-    from paceline.train.trainer import Trainer
+    from paceline.train.loop import train
+    from paceline.train.run import open_run
     from paceline.world.discover.environment import World
     from paceline.world.start import start
 
@@ -305,9 +307,16 @@ def ours(root: Path, num_steps: int) -> float:
     task.measures_untrained = False
     stamps: list[float] = []
     task.after_stage = lambda model, stage: stamps.append(time.process_time())  # type: ignore[method-assign]
-    trainer = Trainer(task, settings, link)
-    trainer._introduce = lambda feed: stamps.append(time.process_time())  # type: ignore[method-assign]
-    trainer.fit()
+    run = open_run(task, settings, link)
+    set_up = run.stages.set_up
+
+    def stamped(run: Any, feed: Any) -> bool:
+        is_ready = set_up(run, feed)
+        stamps.append(time.process_time())
+        return is_ready
+
+    run.stages.set_up = stamped  # type: ignore[method-assign]
+    train(run)
     return 1e6 * (stamps[1] - stamps[0]) / num_steps
 
 

@@ -44,7 +44,8 @@ from paceline import Task, TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.callback import Record, Watcher
 from paceline.observe.verdict import LEAST_SECONDS
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -287,7 +288,7 @@ def provoke(link: Link, case: Case, **more: Any) -> Record | None:
     place = {"device": link.device.type, "progress": "none", "loggers": ()}
     config = TrainConfig(**{**usual, **place, **case.settings, **more})
     kept = Kept()
-    Trainer(case.task(), config, link, [kept]).fit()
+    train(open_run(case.task(), config, link, [kept]))
     return kept.record if link.is_first else None
 
 

@@ -35,7 +35,8 @@ def run(method: str, level: int, root: Path, epochs: int, seed: int, backbone: s
     """One run through the whole trainer; nothing is saved."""
     from paceline.recipes.continual.settings import ContinualSettings
     from paceline.recipes.continual.task import Continual
-    from paceline.train.trainer import Trainer
+    from paceline.train.loop import train
+    from paceline.train.run import open_run
     from paceline.world.discover.environment import World
     from paceline.world.start import start
 
@@ -55,7 +56,7 @@ def run(method: str, level: int, root: Path, epochs: int, seed: int, backbone: s
     )
     task = Continual()
     began = time.perf_counter()
-    trainer = Trainer(task, settings, link)
+    trainer = open_run(task, settings, link)
     times: list[tuple[int, float]] = []
     engine_step = trainer.stepper.step
 
@@ -67,7 +68,7 @@ def run(method: str, level: int, root: Path, epochs: int, seed: int, backbone: s
         return done
 
     trainer.stepper.step = stamped  # type: ignore[method-assign]
-    trainer.fit()
+    train(trainer)
     last = [stamp for stage, stamp in times if stage == len(task.stream.experiences) - 1]
     gaps = [later - sooner for sooner, later in pairwise(last)] or [float("nan")]
     summary = task.results.summary()

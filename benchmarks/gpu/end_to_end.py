@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,15 @@ from table import Row, machine, parser, show
 
 from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.observe.clock import elapsed
-from paceline.parallel.step import Step
 from paceline.recipes.speech.settings import AsrSettings
 from paceline.recipes.speech.sound.augment import Augmentation, pending
 from paceline.recipes.speech.sound.perturb import PerturbSettings, draw, max_stretch, perturb
 from paceline.recipes.speech.task import Asr
+from paceline.train import loop
 from paceline.train.benchmark import benchmark
 from paceline.train.feed import Feed
 from paceline.train.probe import Probe, unkept
-from paceline.train.trainer import Trainer
+from paceline.train.run import Run, open_run
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -137,8 +138,8 @@ class Bare(Probe):
         self.rate = 0.0
         """Utterances per second."""
 
-    def begin(self, trainer: Trainer, feed: Feed) -> None:
-        engine, device = trainer.stepper, trainer.link.device
+    def begin(self, run: Run, feed: Feed) -> None:
+        engine, device = run.stepper, run.link.device
         [grain] = feed.read([(0, 0)])
         batch = Batch(0, 0, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
 
@@ -163,7 +164,7 @@ def rate(options: Any) -> list[Row]:
         timed = {"bench_steps": options.steps, "bench_start": options.steps // 4}
         config = settings(options, data, level=options.level, **timed)
         probe = Bare(task.loss, max(8, options.steps // 4))
-        Trainer(task, unkept(config.model_copy(update={"progress": "none"}), 1), link, probe=probe).fit()
+        loop.train(open_run(task, unkept(config.model_copy(update={"progress": "none"}), 1), link, probe=probe))
         alone = probe.rate
         print(f"bare step: {alone:,.0f} utterances/s", flush=True)
         clear(link.device)  # its recorded graphs hold as much memory as those of the run
@@ -197,11 +198,11 @@ class Epochs(Probe):
         self._batches: list[Batch] = []
         self._steps = self._samples = 0
 
-    def begin(self, trainer: Trainer, feed: Feed) -> None:
-        self._trainer, self._feed = trainer, feed
+    def begin(self, run: Run, feed: Feed) -> None:
+        self._run, self._feed = run, feed
         self._at, self._clock = self._now()
 
-    def after_step(self, step: Step, grains: list[Grain]) -> None:
+    def after_step(self, num_steps: int, grains: Sequence[Grain]) -> None:
         self._steps += 1
         size = sum(len(grain) for grain in grains)
         self._samples += size
@@ -216,14 +217,14 @@ class Epochs(Probe):
         print(f"epoch {len(self.walls_s)}: {self._samples / self.walls_s[-1]:,.0f} utterances/s", flush=True)
         self._steps = self._samples = 0
         if len(self.walls_s) == self._epochs - 1:
-            self.run_bytes = _peak_bytes(self._trainer.link.device)
+            self.run_bytes = _peak_bytes(self._run.link.device)
         if len(self.walls_s) == self._epochs:
             self._replay()
             self.is_over = True
         self._at, self._clock = self._now()
 
     def _replay(self) -> None:
-        engine, device = self._trainer.stepper, self._trainer.link.device
+        engine, device = self._run.stepper, self._run.link.device
         held = sum(_num_bytes(grain.data) for batch in self._batches for grain in batch.grains)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -239,9 +240,9 @@ class Epochs(Probe):
         self.shapes = len({tuple(batch.grains[0]["audio"].shape) for batch in self._batches})
 
     def _now(self) -> tuple[float, dict[str, float]]:
-        wait(self._trainer.link.device)
-        self._trainer.clock.lap("compute")
-        return time.perf_counter(), self._trainer.clock.read()
+        wait(self._run.link.device)
+        self._run.clock.lap("compute")
+        return time.perf_counter(), self._run.clock.read()
 
 
 def _num_bytes(data: Any) -> int:
@@ -266,8 +267,7 @@ def epochs(options: Any) -> list[Row]:
         config = settings(options, data, level=options.level, augment_on=options.augment_on, **perturbed)
         config = unkept(config, options.epochs * -(-options.utterances // options.batch) + 1)
         probe = Epochs(options.epochs, 3, task.loss)
-        trainer = Trainer(task, config, link, probe=probe)
-        trainer.fit()
+        loop.train(open_run(task, config, link, probe=probe))
         rates = [number / wall_s for number, wall_s in zip(probe.num_samples, probe.walls_s, strict=True)]
         settled = rates[1:] or rates  # the first has what is set up once
         waited = sum(probe.waits_s[1:]) / max(1e-9, sum(probe.walls_s[1:]))
@@ -342,7 +342,7 @@ def train(options: Any) -> None:
         "level": options.level,
         "seed": options.seed,
     }
-    Trainer(Asr(), settings(options, options.data, **more), link_of(options)).fit()
+    loop.train(open_run(Asr(), settings(options, options.data, **more), link_of(options)))
 
 
 def losses(options: Any, folder: Path, ways: list[tuple[int, int]]) -> list[list[float]]:

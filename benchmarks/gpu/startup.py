@@ -157,7 +157,8 @@ def phases(options: Any, data: Path, folder: Path) -> Iterator[Row]:
     from paceline.recipes.speech.settings import AsrSettings
     from paceline.recipes.speech.task import Asr
     from paceline.train.autotune import autotuner, timing
-    from paceline.train.trainer import Trainer
+    from paceline.train.loop import train
+    from paceline.train.run import open_run
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
@@ -197,9 +198,9 @@ def phases(options: Any, data: Path, folder: Path) -> Iterator[Row]:
         progress="lines",
         device=options.device,
     )
-    trainer = Trainer(Asr(), settings, start(discover({}), device=options.device))
+    trainer = open_run(Asr(), settings, start(discover({}), device=options.device))
     mark("trainer")
-    trainer.fit()
+    train(trainer)
     mark("first step and the end")
     for name, seconds in marks:
         yield Row(name, "start", seconds, "s")

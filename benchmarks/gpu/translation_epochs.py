@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,12 @@ from translation import spread
 
 from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import elapsed
-from paceline.parallel.step import Step
 from paceline.recipes.translation.settings import TranslationSettings
 from paceline.recipes.translation.task import Translation
 from paceline.train.feed import Feed
+from paceline.train.loop import train
 from paceline.train.probe import Probe, unkept
-from paceline.train.trainer import Trainer
+from paceline.train.run import Run, open_run
 from paceline.world.discover.environment import discover
 from paceline.world.start import start
 
@@ -65,11 +66,11 @@ class Epochs(Probe):
         self._batches: list[Batch] = []
         self._steps = 0
 
-    def begin(self, trainer: Trainer, feed: Feed) -> None:
-        self._trainer, self._feed = trainer, feed
+    def begin(self, run: Run, feed: Feed) -> None:
+        self._run, self._feed = run, feed
         self._at, self._clock = self._now()
 
-    def after_step(self, step: Step, grains: list[Grain]) -> None:
+    def after_step(self, num_steps: int, grains: Sequence[Grain]) -> None:
         self._steps += 1
         if len(self.walls_s) == self._epochs - 1:
             count = sum(int((grain["truth"] != 0).sum()) for grain in grains) if len(grains) > 1 else 1.0
@@ -88,7 +89,7 @@ class Epochs(Probe):
         self._at, self._clock = self._now()
 
     def _replay(self) -> None:
-        engine = self._trainer.stepper
+        engine = self._run.stepper
         for number in range(ROUNDS + 1):
             began, _ = self._now()
             for batch in self._batches:
@@ -99,9 +100,9 @@ class Epochs(Probe):
                 print(f"bare: {self.bare_s[-1]:.3f} s", file=sys.stderr, flush=True)
 
     def _now(self) -> tuple[float, dict[str, float]]:
-        wait(self._trainer.link.device)
-        self._trainer.clock.lap("compute")
-        return time.perf_counter(), self._trainer.clock.read()
+        wait(self._run.link.device)
+        self._run.clock.lap("compute")
+        return time.perf_counter(), self._run.clock.read()
 
 
 def measure(options: Any, budget: int) -> list[Row]:
@@ -122,7 +123,7 @@ def measure(options: Any, budget: int) -> list[Row]:
         task = Translation()
         probe = Epochs(options.epochs, task.loss)
         link = start(discover({}), device=options.device)
-        Trainer(task, unkept(config, 10**6), link, probe=probe).fit()
+        train(open_run(task, unkept(config, 10**6), link, probe=probe))
         tokens = task.train_data().total_length
     case = f"{budget:,} padded tokens"
     settled = probe.walls_s[1:] or probe.walls_s  # the first has what is set up once

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from paceline.train.fit import fit as fit
     from paceline.train.load import load as load
     from paceline.train.metrics import Gathered as Gathered
+    from paceline.train.result import Result as Result
     from paceline.train.task import Stage as Stage
     from paceline.train.task import Task as Task
-    from paceline.train.trainer import Result as Result
     from paceline.world.discover.environment import World as World
 
 __version__ = VERSION
@@ -63,7 +63,7 @@ _HOMES = {
     "Gathered": "paceline.train.metrics",
     "Stage": "paceline.train.task",
     "Task": "paceline.train.task",
-    "Result": "paceline.train.trainer",
+    "Result": "paceline.train.result",
     "World": "paceline.world.discover.environment",
 }
 __all__ = sorted(_HOMES)

@@ -26,7 +26,8 @@ from torch.utils.data import (
 )
 
 import paceline
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.ranks import ranks
 
@@ -206,7 +207,7 @@ def test_shards_of_ranks_go_on_where_they_were(link: Link, tmp_path: Path) -> No
     def run(task: Sums, **more: Any) -> Any:
         out = tmp_path / "run"
         config = paceline.TrainConfig(epochs=1, global_batch=4, grains=2, out=out, save_every_steps=1, **PLAIN, **more)
-        return Trainer(task, config, link).fit()
+        return train(open_run(task, config, link))
 
     rank, size = link.world.rank, link.world.size
     whole = Numbers([range(10), range(10, 20)])

@@ -80,7 +80,7 @@ def test_it_is_named_and_all_end_in_time(end: str, tmp_path: Path) -> None:
             assert re.search(r"all threads were here:\n(.|\n)*small\.py\", line \d+ in _end", logs[int(bad)])
         del logs[int(bad)]
         for log in logs:
-            assert re.search(r' ERROR (.|\n)*File ".*src/paceline/train/trainer.py", line \d+', log), log
+            assert re.search(r' ERROR (.|\n)*File ".*src/paceline/train/loop.py", line \d+', log), log
             assert "all threads were here:\n" in log
 
 

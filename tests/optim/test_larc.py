@@ -16,7 +16,8 @@ from paceline.observe.callback import Watcher
 from paceline.optim.larc import LARS, Larc, Rule, rule_of
 from paceline.optim.layerwise import OutOfRange, SparseGradient
 from paceline.optim.novograd import NovoGrad
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from tests.train.small import SmallTask, alone
 
 SHAPES = [(4, 3), (6,), (2, 2, 3), (6,), (4, 3), (5, 1)]
@@ -225,9 +226,9 @@ def test_a_run_with_larc_shows_its_rates(tmp_path: Path) -> None:
     watcher = Rates()
     settings = {"steps": 6, "log_every": 3, "optimizer": "sgd", "lr": 0.5, "momentum": 0.0, "level": 0, "order": "none"}
     settings |= {"global_batch": 8, "workers": 0, "out": tmp_path / "run"}
-    trainer = Trainer(SmallTask(), TrainConfig(**settings, larc="clip", larc_eta=0.01), alone(), [watcher])
+    trainer = open_run(SmallTask(), TrainConfig(**settings, larc="clip", larc_eta=0.01), alone(), [watcher])
     names = [name for name, _ in trainer.stepper.model.named_parameters()]
-    trainer.fit()
+    train(trainer)
     shown = [record for record in watcher.records if len(record) > 5]
     assert [record["step"] for record in shown] == [2, 5]
     for record in shown:

@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 
 NUM_SAMPLES, FEATURES, BATCH, LR = 96, 5, 16, 0.05
@@ -86,8 +87,8 @@ def fit(link: Link, task: dict[str, Any], settings: dict[str, Any]) -> dict[str,
     mine = WeightedTask(**task)
     if isinstance(settings.get("out"), str):
         settings = {**settings, "out": Path(settings["out"])}
-    trainer = Trainer(mine, config(**settings), link)
-    result = trainer.fit()
+    trainer = open_run(mine, config(**settings), link)
+    result = train(trainer)
     return {
         "state": {name: tensor.clone() for name, tensor in trainer.stepper.model.state_dict().items()},
         "seen": mine.seen,

@@ -12,8 +12,9 @@ from torch.utils.data import TensorDataset
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
+from paceline.train.loop import train
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 
 NUM_SAMPLES, FEATURES, WIDTH = 35, 5, 13  # in batches of 16: the last has 3 samples, fewer than 4 ranks
@@ -70,7 +71,7 @@ class BlocksTask(Task):
         return {"loss": (total, count)}
 
 
-def trainer(link: Link, task: Task, settings: dict[str, Any]) -> Trainer:
+def opened(link: Link, task: Task, settings: dict[str, Any]) -> Run:
     plain = {
         "steps": 12,
         "global_batch": 16,
@@ -87,13 +88,13 @@ def trainer(link: Link, task: Task, settings: dict[str, Any]) -> Trainer:
     given = {**plain, **settings}
     if isinstance(given.get("out"), str):
         given["out"] = Path(given["out"])
-    return Trainer(task, TrainConfig(**given), link)
+    return open_run(task, TrainConfig(**given), link)
 
 
 def fit(link: Link, settings: dict[str, Any], has_norm: bool = False) -> dict[str, Any]:
     """Train; what the run came to, and how much of the model and of its state this rank has kept."""
-    made = trainer(link, BlocksTask(has_norm), settings)
-    result = made.fit()
+    made = opened(link, BlocksTask(has_norm), settings)
+    result = train(made)
     state = made.stepper.optimizer.state.values()
     updated = [tensor for group in made.stepper.optimizer.param_groups for tensor in group["params"]]
     return {

@@ -18,8 +18,8 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.speed.precision import Capabilities
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -100,12 +100,12 @@ def alone() -> Link:
     return start(World(0, 0, 1, 1, 0, 1, "test", None), device="cpu", threads=1)
 
 
-def trainer(task: Task, out: Path | None, link: Link | None = None, **settings: Any) -> Trainer:
+def opened(task: Task, out: Path | None, link: Link | None = None, **settings: Any) -> Run:
     plain = {"global_batch": BATCH, "order": "none", "optimizer": "sgd", "lr": LR, "level": 0, "workers": 0}
-    return Trainer(task, TrainConfig(out=out, **{**plain, **settings}), link or alone())
+    return open_run(task, TrainConfig(out=out, **{**plain, **settings}), link or alone())
 
 
-def weights(trained: Trainer) -> dict[str, torch.Tensor]:
+def weights(trained: Run) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trained.stepper.model.state_dict().items()}
 
 

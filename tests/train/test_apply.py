@@ -16,16 +16,16 @@ from torch.utils.data import ConcatDataset
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
-from paceline.train import apply
+from paceline.train import apply, loop
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.fit import run_mode
+from paceline.train.run import open_run
 from paceline.train.task import NoInputs, Stage, Task, read_inputs
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.ragged import Ragged, RaggedTask
-from tests.train.small import Net, ScoredTask, SmallTask, alone, points, trainer
+from tests.train.small import Net, ScoredTask, SmallTask, alone, opened, points
 
 SIZES = (1, 2, 3)
 
@@ -49,7 +49,7 @@ def config(out: Path | None, **settings: Any) -> TrainConfig:
 
 
 def train(link: Link, out: Path, settings: dict[str, Any]) -> None:
-    Trainer(Told(), config(out, **settings), link).fit()
+    loop.train(open_run(Told(), config(out, **settings), link))
 
 
 def evaluate(link: Link, out: Path, settings: dict[str, Any], which: apply.Which) -> dict[str, float]:
@@ -89,8 +89,8 @@ def test_metrics_are_those_of_training_to_the_last_bit(tmp_path: Path, ranks: in
 
 def test_other_sets_may_be_given(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    trained = trainer(SmallTask(), out, epochs=1)
-    trained.fit()
+    trained = opened(SmallTask(), out, epochs=1)
+    loop.train(trained)
     found = apply.evaluate_run(SmallTask(), trained.config, alone(), out, "last", {"new": points(6, seed=9)})
     x, y = points(6, seed=9).tensors
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_other_sets_may_be_given(tmp_path: Path) -> None:
 def test_best_and_last(tmp_path: Path) -> None:
     task = ScoredTask([0.5, 0.1, 0.3])
     out = tmp_path / "run"
-    trainer(task, out, epochs=3, monitor="dev/score", keep_last=9).fit()
+    loop.train(opened(task, out, epochs=3, monitor="dev/score", keep_last=9))
     link = alone()
     assert apply.choose_checkpoint(link, out, "best").name == "step-00000006"
     assert apply.choose_checkpoint(link, out, "last").name == "step-00000009"
@@ -118,15 +118,15 @@ def test_the_best_is_of_the_newest_stage_with_scores(tmp_path: Path) -> None:
             return [Stage("first", self.train_data()), Stage("second", self.train_data())]
 
     task = InStages([0.2, 0.1, 0.3, 0.4])
-    trainer(task, tmp_path / "run", epochs=2, monitor="dev/score", keep_last=9).fit()
+    loop.train(opened(task, tmp_path / "run", epochs=2, monitor="dev/score", keep_last=9))
     assert apply.choose_checkpoint(alone(), tmp_path / "run", "best").name == "step-00000009"
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_the_model_has_the_weights_of_the_checkpoint_or_their_average(tmp_path: Path, ema: float) -> None:
     out = tmp_path / "run"
-    trained = trainer(SmallTask(), out, epochs=2, ema=ema, optimizer="adamw")
-    trained.fit()
+    trained = opened(SmallTask(), out, epochs=2, ema=ema, optimizer="adamw")
+    loop.train(trained)
     checkpoint = apply.choose_checkpoint(alone(), out, "last")
     engine = apply.restore_for_use(SmallTask(), trained.config, alone(), checkpoint)
     parts = restore.load(checkpoint).parts
@@ -150,8 +150,8 @@ class Growing(SmallTask):
 
 def test_a_model_that_grew_has_its_shape_of_then(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    trained = trainer(Growing(), out, epochs=1, keep_last=9)
-    trained.fit()
+    trained = opened(Growing(), out, epochs=1, keep_last=9)
+    loop.train(trained)
     names = []
     for which in ("step-00000003", "step-00000006"):
         engine = apply.restore_for_use(Growing(), trained.config, alone(), out / "checkpoints" / which)
@@ -176,8 +176,8 @@ def test_every_sample_is_predicted_once_and_in_order(tmp_path: Path, settings: d
 
 def test_predictions_are_the_models_own_and_gradients_stay_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    trained = trainer(Valued(), out, epochs=1)
-    trained.fit()
+    trained = opened(Valued(), out, epochs=1)
+    loop.train(trained)
     x, _ = points(9, seed=4).tensors
     net = Net()
     net.load_state_dict(trained.stepper.model.state_dict())
@@ -204,8 +204,8 @@ def test_predictions_that_cannot_be_told_apart(tmp_path: Path, returned: Any, wo
             return returned(model, grain)
 
     out = tmp_path / "run"
-    trained = trainer(Odd(), out, steps=1)
-    trained.fit()
+    trained = opened(Odd(), out, steps=1)
+    loop.train(trained)
     with pytest.raises(apply.PredictionContract, match=words):
         list(apply.predict_run(Odd(), trained.config, alone(), out, "last"))
 
@@ -223,8 +223,8 @@ class Bare(SmallTask):
 
 def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, link = tmp_path / "run", alone()
-    trained = trainer(Bare(), out, epochs=2, keep_last=9)
-    trained.fit()
+    trained = opened(Bare(), out, epochs=2, keep_last=9)
+    loop.train(trained)
 
     def use(task: Task, folder: Path = out, which: apply.Which = "last") -> None:
         apply.evaluate_run(task, trained.config, link, folder, which)
@@ -282,8 +282,8 @@ class Reading(Valued):
 
 def test_a_task_reads_what_is_named_and_others_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, link = tmp_path / "run", alone()
-    trained = trainer(Reading(), out, epochs=1)
-    trained.fit()
+    trained = opened(Reading(), out, epochs=1)
+    loop.train(trained)
     capsys.readouterr()
     task = Reading()
     apply.attach(task, trained.config, link)
@@ -348,5 +348,5 @@ def test_mode_train_does_not_look_at_validation_sets(tmp_path: Path) -> None:
             raise AssertionError("nobody validates")
 
     out = tmp_path / "run"
-    result = trainer(Blind(), out, epochs=2, mode="train").fit()
+    result = loop.train(opened(Blind(), out, epochs=2, mode="train"))
     assert (result.mode, result.metrics, logged(out)) == ("train", {}, {})

@@ -16,7 +16,7 @@ from paceline.cli.main import main
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.optim.swa import StochasticAverage
-from paceline.train import apply
+from paceline.train import apply, loop
 from paceline.train.average import (
     LastAndBest,
     NameTaken,
@@ -30,8 +30,8 @@ from paceline.train.average import (
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import listed
 from paceline.train.norm_statistics import chosen_batches
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.small import alone, points
@@ -87,11 +87,11 @@ def config(out: Path | None, **changes: Any) -> TrainConfig:
     return TrainConfig(**{**plain, **saved, "out": out, **changes})
 
 
-def train(out: Path, task: type[Task] = NormedTask, link: Link | None = None, **changes: Any) -> Trainer:
+def train(out: Path, task: type[Task] = NormedTask, link: Link | None = None, **changes: Any) -> Run:
     made = task()
     made.spec = f"{__file__}:{task.__name__}"
-    trainer = Trainer(made, config(out, **changes), link or alone())
-    trainer.fit()
+    trainer = open_run(made, config(out, **changes), link or alone())
+    loop.train(trainer)
     return trainer
 
 

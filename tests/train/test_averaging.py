@@ -16,7 +16,8 @@ from paceline.observe.journal import read
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.state import RanksHaveTheirOwn
 from paceline.train.engine import Engine
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.ranks import RanksFailed, ranks, run_ranks
 from tests.train.apart import BATCH, NUM_SAMPLES, Net, WeightedTask, config, fit, local_steps, mean_over_ranks
@@ -291,7 +292,7 @@ class Interrupted(WeightedTask):
 
 def interrupted(link: Link, out: str, overlap: int) -> tuple[str, int]:
     settings = {"epochs": 4, "reduce": "param", "sync_step": 4, "sync_overlap": overlap, "out": Path(out)}
-    result = Trainer(Interrupted(), config(**settings), link).fit()
+    result = train(open_run(Interrupted(), config(**settings), link))
     return result.status, result.num_steps
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import InvalidSetting
 from paceline.data.plan import BatchRule, Plan
-from paceline.train.benchmark import Benchmark, Measured, NoStepsToTime, benchmark, join
+from paceline.train.benchmark import Benchmark, Measured, benchmark, join
 from paceline.train.fit import run_mode
+from paceline.train.result import Result
 from paceline.train.task import Stage
-from paceline.train.trainer import Result
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.ragged import Ragged, RaggedTask
@@ -97,6 +98,6 @@ def test_goes_on_over_epochs_and_leaves_everything_else_as_in_training(
 
 
 def test_something_must_be_left_to_time() -> None:
-    with pytest.raises(NoStepsToTime, match="`bench_steps` is 10") as error:
+    with pytest.raises(InvalidSetting, match="`bench_steps` is 10") as error:
         benchmark(SmallTask(), config(bench_steps=10, bench_start=10), alone())
     assert "--bench-steps 60" in error.value.hint

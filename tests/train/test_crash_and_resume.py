@@ -15,8 +15,9 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
-from paceline.train import trainer
+from paceline.train import loop
 from paceline.train.checkpoint import reader as restore
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.crash import KILLED, run_until_death
 from tests.train.ragged import RaggedTask
@@ -57,11 +58,11 @@ def train(link: Link, folder: str, settings: dict[str, Any], die_at: Any, die_in
         **settings,
     )
     task = WatchedTask(link, Path(folder).parent, die_at)
-    run = trainer.Trainer(task, config, link)
-    task.stepper = run.stepper
+    run = open_run(task, config, link)
+    task.engine = run.stepper
     if die_in_save is not None and link.is_first:
         _die_at_sync(die_in_save)
-    run.fit()
+    loop.train(run)
 
 
 def _die_at_sync(number: int) -> None:

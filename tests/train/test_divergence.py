@@ -15,9 +15,10 @@ from paceline.cli.main import main
 from paceline.core.run_folder import read_record
 from paceline.observe.report.runs import read_run
 from paceline.train.divergence import EpochLosses, LossWatch, judge_skips, judge_weights
+from paceline.train.loop import train
 from paceline.world.link import Link
 from tests.ranks import run_ranks
-from tests.train.small import SmallTask, trainer
+from tests.train.small import SmallTask, opened
 
 DIGITS = ["train", "digits", "--device", "cpu", "--threads", "1", "--workers", "0"]
 
@@ -138,8 +139,8 @@ class Unlearning(SmallTask):
 
 def test_a_run_that_forgets_says_so_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"epochs": 6, "lr": 0.02, "loggers": (), "progress": "lines", "mode": "train"}
-    trained = trainer(Unlearning(), tmp_path / "run", **settings)
-    assert trained.fit().status == "finished"
+    trained = opened(Unlearning(), tmp_path / "run", **settings)
+    assert train(trained).status == "finished"
     said = [line for line in capsys.readouterr().out.splitlines() if "unlearned" in line]
     assert len(said) == 1
     assert "at best" in said[0]
@@ -160,8 +161,8 @@ class Overflowing(SmallTask):
 
 
 def overflow(link: Link, out: str, at_step: int, settings: dict[str, Any]) -> list[Any]:
-    trained = trainer(Overflowing(at_step), Path(out), link, grains=2, loggers=(), progress="none", **settings)
-    result = trained.fit()
+    trained = opened(Overflowing(at_step), Path(out), link, grains=2, loggers=(), progress="none", **settings)
+    result = train(trained)
     return [result.status, result.num_steps]
 
 
@@ -176,9 +177,9 @@ def test_weights_that_are_not_finite_are_never_saved(size: int, more: dict[str, 
 
 def test_a_resume_of_a_diverged_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    trainer(Overflowing(4), out, epochs=3).fit()
+    train(opened(Overflowing(4), out, epochs=3))
     capsys.readouterr()
-    result = trainer(SmallTask(), out, epochs=3, resume="auto").fit()
+    result = train(opened(SmallTask(), out, epochs=3, resume="auto"))
     shown = capsys.readouterr().out
     assert "this run had diverged: it goes on from what it saved before" in shown
     assert "resumed after step 3" in shown
@@ -195,8 +196,8 @@ class NeverFinite(SmallTask):
 def test_too_many_steps_in_a_row_are_divergence_too(tmp_path: Path) -> None:
     from paceline.train.loss import TooManySkipped
 
-    trained = trainer(NeverFinite(), tmp_path / "run", epochs=30)
+    trained = opened(NeverFinite(), tmp_path / "run", epochs=30)
     with pytest.raises(TooManySkipped) as failure:
-        trained.fit()
+        train(trained)
     assert failure.value.exit_code == 3
     assert read_record(tmp_path / "run").status == "diverged"

@@ -14,8 +14,9 @@ import pytest
 from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.contents import RunState
+from paceline.train.loop import train
 from paceline.train.loss import TooManySkipped
-from paceline.train.trainer import Trainer
+from paceline.train.run import Run
 from paceline.world.link import Link
 from tests.crash import KILLED, run_until_death
 from tests.train.small import (
@@ -24,13 +25,13 @@ from tests.train.small import (
     ScoredTask,
     SmallTask,
     assert_same,
+    opened,
     points,
-    trainer,
     validations_of,
     weights,
 )
 from tests.train.test_divergence import NeverFinite, Overflowing
-from tests.train.test_trainer_resume import StoppingTask
+from tests.train.test_run_resume import StoppingTask
 
 
 def epochs(run: Path) -> list[dict[str, Any]]:
@@ -44,9 +45,9 @@ def what_was_computed(run: Path) -> list[Any]:
 
 @pytest.mark.parametrize("at_step", range(2 * STEPS_PER_EPOCH))
 def test_stopped_at_any_step_and_resumed(tmp_path: Path, at_step: int) -> None:
-    trainer(SmallTask(), tmp_path / "whole", epochs=2).fit()
-    assert trainer(StoppingTask(at_step), tmp_path / "run", epochs=2).fit().status == "stopped"
-    trainer(SmallTask(), tmp_path / "run", epochs=2, resume="auto").fit()
+    train(opened(SmallTask(), tmp_path / "whole", epochs=2))
+    assert train(opened(StoppingTask(at_step), tmp_path / "run", epochs=2)).status == "stopped"
+    train(opened(SmallTask(), tmp_path / "run", epochs=2, resume="auto"))
     assert what_was_computed(tmp_path / "run") == what_was_computed(tmp_path / "whole")
     for record in epochs(tmp_path / "run"):
         steps = [each for each in read(tmp_path / "run" / "metrics.jsonl") if each["epoch"] == record["epoch"]]
@@ -56,11 +57,11 @@ def test_stopped_at_any_step_and_resumed(tmp_path: Path, at_step: int) -> None:
 
 
 def test_times_are_those_of_both_launches(tmp_path: Path) -> None:
-    trainer(StoppingTask(1), tmp_path / "run", epochs=1).fit()
+    train(opened(StoppingTask(1), tmp_path / "run", epochs=1))
     found = restore.newest(tmp_path / "run" / "checkpoints").checkpoint
     assert found is not None
     (before,) = found.state["so_far"]["ranks"]
-    trainer(SmallTask(), tmp_path / "run", epochs=1, resume="auto").fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=1, resume="auto"))
     (record,) = epochs(tmp_path / "run")
     assert record["launch"]["steps"] == 1
     together = sum(before["seconds"].values()) + record["launch"]["seconds"]
@@ -70,38 +71,38 @@ def test_times_are_those_of_both_launches(tmp_path: Path) -> None:
 
 def test_an_epoch_whose_end_was_saved_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed after the epoch's record, before the next checkpoint: the newest one is from its last step."""
-    first = trainer(SmallTask(), tmp_path / "run", epochs=2, save_every_steps=3, keep_best=0)
+    first = opened(SmallTask(), tmp_path / "run", epochs=2, save_every_steps=3, keep_best=0)
     save = first.checkpoints.save
     first.checkpoints.save = (  # type: ignore[method-assign]
         lambda run, score: save(run, score) if first.stepper.num_steps <= 3 else None
     )
-    first.fit()
+    train(first)
     (written, _) = epochs(tmp_path / "run")
     capsys.readouterr()
-    trainer(SmallTask(), tmp_path / "run", epochs=2, save_every_steps=3, keep_best=0, resume="auto").fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=2, save_every_steps=3, keep_best=0, resume="auto"))
     assert [record["step"] for record in epochs(tmp_path / "run")] == [2, 5]
     assert epochs(tmp_path / "run")[0] == written
     assert "train epoch 1" not in capsys.readouterr().out
 
 
 def test_a_run_that_is_given_more_has_one_record_of_the_epoch(tmp_path: Path) -> None:
-    trainer(SmallTask(), tmp_path / "whole", epochs=2).fit()
-    trainer(SmallTask(), tmp_path / "run", steps=4).fit()
+    train(opened(SmallTask(), tmp_path / "whole", epochs=2))
+    train(opened(SmallTask(), tmp_path / "run", steps=4))
     assert [record["steps"] for record in epochs(tmp_path / "run")] == [3, 1]
-    trainer(SmallTask(), tmp_path / "run", steps=4, resume="auto").fit()
+    train(opened(SmallTask(), tmp_path / "run", steps=4, resume="auto"))
     assert [record["steps"] for record in epochs(tmp_path / "run")] == [3, 1], "nothing was left to do"
-    trainer(SmallTask(), tmp_path / "run", epochs=2, resume="auto", allow_change=True).fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=2, resume="auto", allow_change=True))
     assert what_was_computed(tmp_path / "run") == what_was_computed(tmp_path / "whole")
 
 
 def test_a_checkpoint_that_is_older_than_these_sums_still_loads(tmp_path: Path) -> None:
-    first = trainer(StoppingTask(1), tmp_path / "run", epochs=1)
+    first = opened(StoppingTask(1), tmp_path / "run", epochs=1)
     save = first.checkpoints.save
     first.checkpoints.save = lambda run, score: save(replace(run, so_far=lambda: None), score)  # type: ignore[method-assign]
-    first.fit()
+    train(first)
     (file,) = (tmp_path / "run" / "checkpoints").glob("*/state.json")
     assert json.loads(file.read_text())["state"]["so_far"] is None
-    trainer(SmallTask(), tmp_path / "run", epochs=1, resume="auto").fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=1, resume="auto"))
     (record,) = epochs(tmp_path / "run")
     assert (record["steps"], record["samples"]) == (1, 4), "of what is known"
 
@@ -110,7 +111,7 @@ class Killed(BaseException):
     """Stands for SIGKILL, right after a checkpoint is on disk."""
 
 
-def killed_after_saving(first: Trainer, num_steps: int) -> None:
+def killed_after_saving(first: Run, num_steps: int) -> None:
     """Train until the first checkpoint that has so many steps is on disk, and no further."""
     save = first.checkpoints.save
 
@@ -121,7 +122,7 @@ def killed_after_saving(first: Trainer, num_steps: int) -> None:
 
     first.checkpoints.save = save_and_die  # type: ignore[method-assign]
     with pytest.raises(Killed):
-        first.fit()
+        train(first)
 
 
 class Streaming(SmallTask):
@@ -158,14 +159,14 @@ def test_killed_right_after_the_save_of_the_last_step(
 ) -> None:
     """The resumed run does all that was left: the epoch's record, the last validation, the end."""
     common = {**settings, "save_every_steps": num_steps, "keep_best": 0}
-    whole = trainer(make(), tmp_path / "whole", **common)
-    expected = whole.fit()
+    whole = opened(make(), tmp_path / "whole", **common)
+    expected = train(whole)
     assert expected.num_steps == num_steps
-    killed_after_saving(trainer(make(), tmp_path / "run", **common), num_steps)
+    killed_after_saving(opened(make(), tmp_path / "run", **common), num_steps)
     validated = len(validations_of(tmp_path / "run"))
     task = ScoredTask(SCORES[validated:]) if isinstance(make(), ScoredTask) else make()
-    again = trainer(task, tmp_path / "run", resume="auto", **common)
-    result = again.fit()
+    again = opened(task, tmp_path / "run", resume="auto", **common)
+    result = train(again)
     assert (result.status, result.num_steps, task.seen) == (expected.status, num_steps, [])
     assert what_was_computed(tmp_path / "run") == what_was_computed(tmp_path / "whole")
     assert validations_of(tmp_path / "run") == validations_of(tmp_path / "whole")
@@ -175,7 +176,7 @@ def test_killed_right_after_the_save_of_the_last_step(
 
 
 def train_or_die(link: Link, out: str, dies: bool) -> None:
-    first = trainer(SmallTask(), Path(out), link, grains=2, steps=4, save_every_steps=4, resume="auto", progress="none")
+    first = opened(SmallTask(), Path(out), link, grains=2, steps=4, save_every_steps=4, resume="auto", progress="none")
     if dies:
         sync, saved = first.stepper.sync, []
         save = first.checkpoints.save
@@ -191,7 +192,7 @@ def train_or_die(link: Link, out: str, dies: bool) -> None:
             sync()
 
         first.checkpoints.save, first.stepper.sync = note, die  # type: ignore[method-assign]
-    first.fit()
+    train(first)
 
 
 def test_killed_for_real_on_two_ranks(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_killed_for_real_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"save_every_steps": 5}, {"save_every_steps": 6}, {}])
 def test_a_diverged_run_accounts_for_the_steps_of_its_last_epoch(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Noticed in mid-epoch, at its end, or when the whole epoch is saved: one record each."""
-    result = trainer(Overflowing(4), tmp_path / "run", epochs=3, **settings).fit()
+    result = train(opened(Overflowing(4), tmp_path / "run", epochs=3, **settings))
     assert result.status == "diverged"
     steps = read(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == result.num_steps
@@ -215,9 +216,9 @@ def test_a_diverged_run_accounts_for_the_steps_of_its_last_epoch(tmp_path: Path,
 
 
 def test_a_run_with_too_many_skipped_steps_accounts_for_them(tmp_path: Path) -> None:
-    trained = trainer(NeverFinite(), tmp_path / "run", epochs=30, max_skipped=5, log_every=50)
+    trained = opened(NeverFinite(), tmp_path / "run", epochs=30, max_skipped=5, log_every=50)
     with pytest.raises(TooManySkipped):
-        trained.fit()
+        train(trained)
     losses = [record["loss"] for record in read(tmp_path / "run" / "metrics.jsonl")]
     assert losses[-1] is None, "as the message says"
     assert len(losses) == trained.stepper.num_steps

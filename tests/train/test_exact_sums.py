@@ -15,8 +15,9 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
+from paceline.train import loop
 from paceline.train.resume import settings_changed
-from paceline.train.trainer import Trainer
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.exact import Case, by_hand, digest, train
@@ -109,8 +110,8 @@ def fit(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, str]:
             **settings,
         }
     )
-    trainer = Trainer(RaggedTask(), config, link)
-    trainer.fit()
+    trainer = open_run(RaggedTask(), config, link)
+    loop.train(trainer)
     with trainer.stepper.whole_statistics():
         return {name: digest(tensor) for name, tensor in trainer.stepper.model.state_dict().items()}
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import paceline
 from paceline.train import exchange
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.commands import run_command
 from tests.ranks import ranks
@@ -60,8 +61,8 @@ def test_a_result_without_a_folder() -> None:
 
 @ranks(2)
 def test_every_rank_gets_the_model(link: Link, tmp_path: Path) -> None:
-    trainer = Trainer(SmallTask(), paceline.TrainConfig(epochs=1, ema=0.5, out=tmp_path / "run", **PLAIN), link)
-    result = trainer.fit()
+    trainer = open_run(SmallTask(), paceline.TrainConfig(epochs=1, ema=0.5, out=tmp_path / "run", **PLAIN), link)
+    result = train(trainer)
     weights = {name: tensor.tolist() for name, tensor in trainer.give_model().state_dict().items()}
     first, second = link.gather_objects((weights, result.checkpoint))
     assert first == second

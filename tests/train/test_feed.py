@@ -16,9 +16,10 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch
 from paceline.train.autotune import shapes
 from paceline.train.feed import DataChanged, Feed, RanksDiffer, TrainingData, check_ranks
+from paceline.train.loop import train
 from paceline.world.link import Link
 from tests.ranks import ranks
-from tests.train.small import SmallTask, alone, points, trainer
+from tests.train.small import SmallTask, alone, opened, points
 
 
 def test_the_message_names_the_rank() -> None:
@@ -37,7 +38,7 @@ class Uneven(SmallTask):
 @ranks(2)
 def test_ranks_with_other_data_are_refused(link: Link) -> None:
     with pytest.raises(RanksDiffer, match="20 samples on rank 0, 19 samples on rank 1"):
-        trainer(Uneven(), None, link=link, epochs=1).fit()
+        train(opened(Uneven(), None, link=link, epochs=1))
 
 
 class Shorter(SmallTask):
@@ -47,10 +48,10 @@ class Shorter(SmallTask):
 
 def test_a_run_is_not_resumed_on_other_data_unless_allowed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    trainer(SmallTask(), out, steps=2, epochs=2).fit()
+    train(opened(SmallTask(), out, steps=2, epochs=2))
     with pytest.raises(DataChanged, match="not what it was"):
-        trainer(Shorter(), out, resume="auto", epochs=2, steps=4).fit()
-    assert trainer(Shorter(), out, resume="auto", epochs=2, steps=4, allow_change=True).fit().num_steps == 4
+        train(opened(Shorter(), out, resume="auto", epochs=2, steps=4))
+    assert train(opened(Shorter(), out, resume="auto", epochs=2, steps=4, allow_change=True)).num_steps == 4
 
 
 def feed(**settings: Any) -> Feed:

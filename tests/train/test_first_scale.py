@@ -11,10 +11,11 @@ from torch import nn
 
 from paceline.data.grain import Grain
 from paceline.train.checkpoint import reader
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import Run
 from paceline.world.link import Link
 from tests.ranks import run_ranks
-from tests.train.small import BATCH, FEATURES, NUM_SAMPLES, SmallTask, assert_same, points, trainer, weights
+from tests.train.small import BATCH, FEATURES, NUM_SAMPLES, SmallTask, assert_same, opened, points, weights
 
 
 class Steep(SmallTask):
@@ -42,27 +43,27 @@ class Mixes(Steep):
 def test_a_loss_that_changes_its_grain_is_tried_on_copies() -> None:
     """The search ran the first batch several times, and Mixup mixed it as often."""
     settings = {"precision": "fp16", "level": "auto", "lr": 1e-6, "steps": 2}
-    found = trainer(Mixes(), None, None, **settings)
-    found.fit()
-    constant = trainer(Mixes(), None, None, loss_scale=found.stepper.scale.current(), **settings)
-    constant.fit()
+    found = opened(Mixes(), None, None, **settings)
+    train(found)
+    constant = opened(Mixes(), None, None, loss_scale=found.stepper.scale.current(), **settings)
+    train(constant)
     assert_same(weights(found), weights(constant))
 
 
-def skipped(run: Trainer) -> int:
+def skipped(run: Run) -> int:
     return run.stepper.skips.state()[0]
 
 
-def steep(out: Path | None, link: Link | None = None, **settings: Any) -> Trainer:
+def steep(out: Path | None, link: Link | None = None, **settings: Any) -> Run:
     plain = {"precision": "fp16", "level": "auto", "lr": 1e-6, "steps": 5}
-    return trainer(Steep(), out, link, **{**plain, **settings})
+    return opened(Steep(), out, link, **{**plain, **settings})
 
 
 def largest(**settings: Any) -> float:
     """Largest power of two that does not overflow as a constant scale, by trying them all."""
     for power in range(14, -1, -1):
         run = steep(None, **{**settings, "loss_scale": 2.0**power, "steps": 1})
-        run.fit()
+        train(run)
         if skipped(run) == 0:
             return 2.0**power
     raise AssertionError
@@ -73,38 +74,38 @@ def test_no_step_is_skipped_and_the_rest_is_as_with_the_same_constant(settings: 
     first = largest(**settings) / 4
     assert 1.0 < first < 2.0**12
     found = steep(None, **settings)
-    found.fit()
+    train(found)
     assert found.stepper.scale.current() == first
     assert skipped(found) == 0
     constant = steep(None, loss_scale=first, **settings)
-    constant.fit()
+    train(constant)
     assert_same(weights(found), weights(constant))  # running statistics, too
 
 
 def test_a_resumed_run_does_not_search(tmp_path: Path) -> None:
     whole = steep(tmp_path / "whole", steps=6)
-    whole.fit()
-    steep(tmp_path / "parts", steps=3).fit()
+    train(whole)
+    train(steep(tmp_path / "parts", steps=3))
     checkpoint = reader.newest(tmp_path / "parts/checkpoints").checkpoint
     assert checkpoint is not None
     assert checkpoint.parts["scale"].keys() == {"scale", "clean_steps"}
     again = steep(tmp_path / "parts", steps=6, resume="auto", allow_change=True)
     assert again.stepper.scale.is_found
-    again.fit()
+    train(again)
     assert again.stepper.scale.state_dict() == whole.stepper.scale.state_dict()
     assert_same(weights(again), weights(whole))
 
 
 def on_ranks(link: Link, settings: dict[str, Any]) -> tuple[float, int, dict[str, torch.Tensor]]:
     run = steep(None, link, grains=2, **settings)
-    run.fit()
+    train(run)
     return run.stepper.scale.current(), skipped(run), weights(run)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reduce": "param", "sync_step": 2}], ids=["grad", "param"])
 def test_ranks_find_the_same_scale(settings: dict[str, Any]) -> None:
     alone = steep(None, grains=2)
-    alone.fit()
+    train(alone)
     for scale, num_skipped, found in run_ranks(2, on_ranks, settings):
         assert num_skipped == 0
         if not settings:  # ranks that step apart divide by their own count, and each finds its own
@@ -119,6 +120,6 @@ def test_where_every_scale_overflows_steps_are_skipped_as_ever() -> None:
             total, count = super().loss(model, grain)
             return 1000.0 * total, count
 
-    run = trainer(Hopeless(), None, precision="fp16", level="auto", steps=3)
-    run.fit()
+    run = opened(Hopeless(), None, precision="fp16", level="auto", steps=3)
+    train(run)
     assert (run.stepper.scale.current(), skipped(run)) == (1.0, 3)

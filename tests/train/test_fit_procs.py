@@ -15,10 +15,11 @@ import pytest
 from tools.chaos.processes import fork_ranks
 
 import paceline
+from paceline.core.errors import Conflict
 from paceline.core.run_folder import RunExists
 from paceline.train import fit_procs
 from paceline.train.fit import fit
-from paceline.train.fit_procs import AlreadyRanks, NotInMainThread, RanksFailed, TaskNotPortable
+from paceline.train.fit_procs import RanksFailed, TaskNotPortable
 from paceline.train.loss import LossContract
 from tests.commands import run_command
 from tests.crash import _context
@@ -145,13 +146,14 @@ def test_another_thread_cannot_start_ranks():
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert isinstance(raised[0], NotInMainThread)
+    assert isinstance(raised[0], Conflict)
+    assert "not the main thread" in str(raised[0])
 
 
 def test_ranks_of_a_launcher_stay_what_they_are(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(AlreadyRanks, match="has started 1 rank on this machine already"):
+    with pytest.raises(Conflict, match="has started 1 rank on this machine already"):
         fit(SmallTask(), procs=2, steps=1, device="cpu")
 
 

@@ -18,8 +18,9 @@ from paceline.observe.journal import read
 from paceline.optim.larc import Larc, Rule
 from paceline.train.checkpoint import reader as restore
 from paceline.train.engine import Engine
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -76,7 +77,7 @@ class Blobs(Task):
 
 def losses(folder: Path, link: Link, **settings: Any) -> list[float]:
     config = TrainConfig(global_batch=64, optimizer="sgd", lr=0.02, grains=2, out=folder, **settings)
-    Trainer(Blobs(), config, link).fit()
+    train(open_run(Blobs(), config, link))
     return [record["loss"] for record in read(folder / "metrics.jsonl")]
 
 
@@ -103,7 +104,7 @@ def test_the_gpu_gives_the_cpu_losses(tmp_path: Path) -> None:
 
     def run(folder: Path, link: Link) -> list[float]:
         config = TrainConfig(global_batch=64, steps=10, optimizer="sgd", lr=0.02, grains=2, level=0, out=folder)
-        Trainer(Plain(), config, link).fit()
+        train(open_run(Plain(), config, link))
         return [record["loss"] for record in read(folder / "metrics.jsonl")]
 
     assert run(tmp_path / "gpu", gpu()) == pytest.approx(run(tmp_path / "cpu", gpu("cpu")), rel=1e-4)

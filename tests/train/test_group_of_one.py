@@ -16,7 +16,8 @@ from paceline.observe.journal import read
 from paceline.parallel.averaged.strategy import Averaged
 from paceline.parallel.sharded.strategy import Sharded
 from paceline.parallel.summed import Summed
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.resources import DeviceChoice
@@ -40,9 +41,9 @@ def losses(folder: Path, device: DeviceChoice, strategy: type | None, settings: 
             assert f"{device}:{'nccl' if device == 'cuda' else 'gloo'}" in dist.get_backend_config()
         else:
             assert not dist.is_initialized()
-        trainer = Trainer(WeightedTask(has_norm=True), config(epochs=3, grains=2, out=folder, **settings), link)
+        trainer = open_run(WeightedTask(has_norm=True), config(epochs=3, grains=2, out=folder, **settings), link)
         assert strategy is None or isinstance(trainer.stepper.prepared.strategy, strategy)
-        trainer.fit()
+        train(trainer)
         assert (trail.number > 0) == (strategy is not None)
     assert not dist.is_initialized()
     return [record["loss"] for record in read(folder / "metrics.jsonl") if record["kind"] == "step"]

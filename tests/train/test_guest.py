@@ -195,7 +195,7 @@ def test_two_threads_cannot_train_at_once() -> None:
 
     paceline.fit(Waits(), **settings)
     assert len(said) == 1
-    assert "another thread of this process is inside of paceline.fit" in said[0]
+    assert "another thread of this process is inside paceline.fit" in said[0]
     thread = threading.Thread(target=other)  # after the other is fine
     thread.start()
     thread.join()

@@ -21,14 +21,15 @@ from paceline.observe.clock import PHASES
 from paceline.observe.journal import read
 from paceline.observe.loggers import LoggerNotInstalled
 from paceline.train.logbook import notes
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.train.task import Stage
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.observe.test_loggers import read_tensorboard
 from tests.observe.test_progress import HIDE_CURSOR, SHOW_CURSOR, Terminal
 from tests.ranks import ranks
 from tests.train.ragged import RaggedTask
-from tests.train.small import BATCH, NUM_SAMPLES, STEPS_PER_EPOCH, SmallTask, alone, points, trainer
+from tests.train.small import BATCH, NUM_SAMPLES, STEPS_PER_EPOCH, SmallTask, alone, opened, points
 
 
 class Diary(Watcher):
@@ -107,7 +108,7 @@ def test_a_failed_run_ends_every_watcher_and_gives_the_terminal_back(monkeypatch
 
     task, last = Failing(), Diary()
     with pytest.raises(RuntimeError, match="out of luck"):
-        Trainer(task, paceline.TrainConfig(epochs=2, **SETTINGS), alone(), [Stubborn(), last]).fit()
+        train(open_run(task, paceline.TrainConfig(epochs=2, **SETTINGS), alone(), [Stubborn(), last]))
     assert task.diary.told[-1] == last.told[-1] == ("end", "failed")
     shown = terminal.getvalue()
     assert "Stubborn could not end: OSError: no network" in shown
@@ -118,7 +119,7 @@ def test_a_failed_run_ends_every_watcher_and_gives_the_terminal_back(monkeypatch
 def test_a_watcher_that_cannot_end_fails_a_run_that_went_well_but_not_its_neighbours() -> None:
     last = Diary()
     with pytest.raises(OSError, match="no network"):
-        Trainer(SmallTask(), paceline.TrainConfig(epochs=1, **SETTINGS), alone(), [Stubborn(), last]).fit()
+        train(open_run(SmallTask(), paceline.TrainConfig(epochs=1, **SETTINGS), alone(), [Stubborn(), last]))
     assert last.told[-1] == ("end", "finished")
 
 
@@ -127,19 +128,19 @@ def test_the_default_logger_may_be_missing_but_not_one_that_was_asked_for(
 ) -> None:
     monkeypatch.setattr(loggers, "_is_installed", lambda package: False)
     with pytest.raises(LoggerNotInstalled):
-        trainer(SmallTask(), tmp_path / "asked", epochs=1, loggers=("tensorboard",))
+        opened(SmallTask(), tmp_path / "asked", epochs=1, loggers=("tensorboard",))
     assert not (tmp_path / "asked").exists(), "a mistake leaves nothing behind"
-    trainer(SmallTask(), tmp_path / "default", epochs=1).fit()
+    train(opened(SmallTask(), tmp_path / "default", epochs=1))
     assert capsys.readouterr().out.count("tensorboard is not installed") == 1
     assert len(read(tmp_path / "default" / "metrics.jsonl")) == STEPS_PER_EPOCH
 
 
 def test_tensorboard_after_a_resume_shows_every_step_once(tmp_path: Path) -> None:
-    first = trainer(SmallTask(), tmp_path / "run", epochs=3, log_every=1, save_every_epochs=2, keep_best=0)
+    first = opened(SmallTask(), tmp_path / "run", epochs=3, log_every=1, save_every_epochs=2, keep_best=0)
     save = first.checkpoints.save
     first.checkpoints.save = lambda *args, **more: save(*args, **more) if first.stepper.num_steps <= 6 else None  # type: ignore[method-assign]
-    first.fit()
-    trainer(SmallTask(), tmp_path / "run", epochs=3, log_every=1, resume="auto", allow_change=True).fit()
+    train(first)
+    train(opened(SmallTask(), tmp_path / "run", epochs=3, log_every=1, resume="auto", allow_change=True))
     shown = read_tensorboard(tmp_path / "run" / "tensorboard")
     written = [(record["step"], record["loss"]) for record in read(tmp_path / "run" / "metrics.jsonl")]
     assert [step for step, _ in shown["loss"]] == [step for step, _ in written] == list(range(9))
@@ -150,8 +151,8 @@ def test_tensorboard_after_a_resume_shows_every_step_once(tmp_path: Path) -> Non
 @ranks(1, 2)
 def test_the_epoch_record_is_of_all_ranks_and_all_time_has_a_name(link: Link, folder: Path) -> None:
     task, began = Watched(), time.perf_counter()
-    ours = trainer(task, folder / "run", link, epochs=3, grains=2, order="random", log_every=2)
-    result = ours.fit()
+    ours = opened(task, folder / "run", link, epochs=3, grains=2, order="random", log_every=2)
+    result = train(ours)
     wall_s = time.perf_counter() - began
     # A busy machine may take this process off its core between the last lap and the line above.
     assert sum(result.seconds.values()) == pytest.approx(wall_s, rel=0.01, abs=0.1)
@@ -182,7 +183,7 @@ def folder(tmp_path: Path) -> Path:
 
 @ranks(1, 2)
 def test_several_ranks_have_a_log_file_each(link: Link, folder: Path) -> None:
-    trainer(SmallTask(), folder / "run", link, epochs=1, grains=2).fit()
+    train(opened(SmallTask(), folder / "run", link, epochs=1, grains=2))
     link.barrier()
     files = sorted(path.name for path in (folder / "run").glob("logs/*"))
     assert files == (["rank-0.log", "rank-1.log"] if link.world.size == 2 else [])
@@ -194,7 +195,7 @@ def test_several_ranks_have_a_log_file_each(link: Link, folder: Path) -> None:
 
 @ranks(2)
 def test_rank_logs_may_be_left_out(link: Link, folder: Path) -> None:
-    trainer(SmallTask(), folder / "run", link, epochs=1, grains=2, rank_logs=False).fit()
+    train(opened(SmallTask(), folder / "run", link, epochs=1, grains=2, rank_logs=False))
     link.barrier()
     assert not (folder / "run" / "logs").exists()
 
@@ -202,7 +203,7 @@ def test_rank_logs_may_be_left_out(link: Link, folder: Path) -> None:
 def test_padding_is_that_of_the_grains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = RaggedTask()
     data = task.train_data()
-    trainer(task, tmp_path / "run", epochs=1, global_batch=6).fit()
+    train(opened(task, tmp_path / "run", epochs=1, global_batch=6))
     lengths, padded = data.lengths, 0.0
     for begin in range(0, len(data), 6):
         part = lengths[begin : begin + 6]
@@ -218,7 +219,7 @@ def test_stages_are_named_where_there_are_several(tmp_path: Path, capsys: pytest
         def stages(self) -> Sequence[Stage]:
             return [Stage("first", points(8, seed=1)), Stage("second", points(16, seed=2))]
 
-    trainer(Two(), tmp_path / "run", epochs=1).fit()
+    train(opened(Two(), tmp_path / "run", epochs=1))
     shown = capsys.readouterr().out
     assert "train stage first, epoch 1, finished after 1 step, " in shown
     assert "stage second: 16 samples, 2 steps per epoch" in shown
@@ -227,16 +228,16 @@ def test_stages_are_named_where_there_are_several(tmp_path: Path, capsys: pytest
 
 
 def test_step_lines_stay_what_they_are(tmp_path: Path) -> None:
-    trainer(SmallTask(), tmp_path / "run", steps=2).fit()
+    train(opened(SmallTask(), tmp_path / "run", steps=2))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[:2]
     assert [list(json.loads(line)) for line in lines] == [["kind", "step", "epoch", "loss", "lr"]] * 2
 
 
 def test_a_resumed_run_says_so_in_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(SmallTask(), tmp_path / "run", epochs=1).fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=1))
     capsys.readouterr()
     task = Watched()
-    trainer(task, tmp_path / "run", epochs=2, resume="auto", allow_change=True, init_from=tmp_path).fit()
+    train(opened(task, tmp_path / "run", epochs=2, resume="auto", allow_change=True, init_from=tmp_path))
     shown = capsys.readouterr().out
     assert re.search(r"^  resumed +after step 3 \(step-00000003\)$", shown, flags=re.MULTILINE)
     assert "`init_from` has no effect on a resumed run" in shown
@@ -244,19 +245,19 @@ def test_a_resumed_run_says_so_in_its_summary(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_loss_scale_is_in_the_journal_where_there_is_one(tmp_path: Path) -> None:
-    plain = trainer(SmallTask(), tmp_path / "plain", epochs=1, progress="none", loggers=())
-    plain.fit()
+    plain = opened(SmallTask(), tmp_path / "plain", epochs=1, progress="none", loggers=())
+    train(plain)
     assert all("loss_scale" not in record for record in read(tmp_path / "plain" / "metrics.jsonl"))
-    half = trainer(SmallTask(), tmp_path / "half", epochs=1, log_every=1, precision="fp16", progress="none", loggers=())
-    half.fit()
+    half = opened(SmallTask(), tmp_path / "half", epochs=1, log_every=1, precision="fp16", progress="none", loggers=())
+    train(half)
     scales = [record.get("loss_scale") for record in read(tmp_path / "half" / "metrics.jsonl")]
     assert None not in scales
     assert scales[-1] == half.stepper.scale.current()
 
 
 def test_rates_of_layers_are_noted_under_their_names(tmp_path: Path) -> None:
-    trained = trainer(SmallTask(), tmp_path / "a", epochs=1, larc="clip", progress="none", loggers=())
-    trained.fit()
-    found = notes(trained.stepper, trained.larc)
+    trained = opened(SmallTask(), tmp_path / "a", epochs=1, larc="clip", progress="none", loggers=())
+    train(trained)
+    found = notes(trained.stepper, trained.stages.larc)
     assert found.keys() == {f"larc/{name}" for name, _ in trained.stepper.model.named_parameters()}
     assert all(isinstance(rate, float) and torch.isfinite(torch.tensor(rate)) for rate in found.values())

@@ -27,13 +27,14 @@ from paceline.observe.device_clock import DeviceClock
 from paceline.observe.journal import read
 from paceline.observe.records import EpochRecord
 from paceline.train import meter
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.observe.test_loggers import read_tensorboard
 from tests.ranks import ranks
 from tests.train.ragged import RaggedTask
-from tests.train.small import NUM_SAMPLES, SmallTask, alone, trainer
+from tests.train.small import NUM_SAMPLES, SmallTask, alone, opened
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -54,8 +55,8 @@ class Counted(RaggedTask):
 def test_an_epoch_is_measured_on_all_ranks(link: Link, folder: Path) -> None:
     task = Counted()
     data = task.train_data()
-    run = trainer(task, folder / "run", link, epochs=2, grains=2, val_every_steps=20, log_every=3)
-    run.fit()
+    run = opened(task, folder / "run", link, epochs=2, grains=2, val_every_steps=20, log_every=3)
+    train(run)
     if not link.is_first:
         return
     size = link.world.size
@@ -90,8 +91,8 @@ def test_an_epoch_is_measured_on_all_ranks(link: Link, folder: Path) -> None:
 
 @ranks(2)
 def test_ranks_that_step_apart_meet_at_their_averages(link: Link, folder: Path) -> None:
-    run = trainer(SmallTask(), folder / "run", link, epochs=1, grains=2, reduce="param", sync_step=2, global_batch=4)
-    run.fit()
+    run = opened(SmallTask(), folder / "run", link, epochs=1, grains=2, reduce="param", sync_step=2, global_batch=4)
+    train(run)
     assert len(run.clock.waits.numbers) == 3, "5 steps: two averages on the way and one at the end"
     if link.is_first:
         (record,) = read(folder / "run" / "metrics.jsonl", "epoch")
@@ -99,7 +100,7 @@ def test_ranks_that_step_apart_meet_at_their_averages(link: Link, folder: Path) 
 
 
 def test_validation_and_checkpoints_are_between_two_epochs(tmp_path: Path) -> None:
-    trainer(SmallTask(), tmp_path / "run", epochs=2).fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=2))
     first, second = read(tmp_path / "run" / "metrics.jsonl", "epoch")
     (between,) = second["between"]
     assert between["validation"] > 0
@@ -116,13 +117,13 @@ def test_length_is_that_of_the_recording_however_long_it_may_become(tmp_path: Pa
             data.total_length = float(np.asarray(data.lengths).sum()) / 2
             return data
 
-    trainer(Stretched(), tmp_path / "run", epochs=1).fit()
+    train(opened(Stretched(), tmp_path / "run", epochs=1))
     (record,) = read(tmp_path / "run" / "metrics.jsonl", "epoch")
     assert record["rates"]["frames_per_s"] == pytest.approx(record["rates"]["tokens_per_s"] / 2)
 
 
 def test_what_a_task_does_not_say_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(SmallTask(), tmp_path / "run", epochs=1).fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=1))
     (record,) = read(tmp_path / "run" / "metrics.jsonl", "epoch")
     assert list(record["rates"]) == ["samples_per_s"]
     assert record["samples"] == NUM_SAMPLES
@@ -150,7 +151,7 @@ def test_what_a_verdict_may_advise_is_a_fact_of_the_run(tmp_path: Path) -> None:
     for task, settings in ((SmallTask(), TrainConfig), (FromPacked(), Fewer)):
         last = Last()
         config = settings(epochs=1, global_batch=8, workers=0, progress="none", loggers=())
-        Trainer(task, config, alone(), [last]).fit()
+        train(open_run(task, config, alone(), [last]))
         ways.append((last.way["is_packed"], last.way["highest_level"]))
     assert ways == [(False, 4), (True, 3)]
 
@@ -256,7 +257,7 @@ def test_a_finding_is_told_once_and_is_in_the_result(
     monkeypatch.setattr(clock, "perf_counter_ns", Time.read_ns)
     monkeypatch.setattr(meter, "core_wait_s", lambda: 0.0)
     config = TrainConfig(epochs=3, global_batch=2, workers=0, level=0, optimizer="sgd")
-    result = Trainer(Waiting(), config, alone()).fit()
+    result = train(open_run(Waiting(), config, alone()))
     assert [finding.kind for finding in result.findings] == ["data"]
     said = [line for line in capsys.readouterr().out.splitlines() if "held back: data" in line]
     assert len(said) == 1
@@ -273,7 +274,7 @@ def test_ranks_that_are_bound_to_cores_of_their_own(link: Link, folder: Path) ->
         patch.setattr(meter, "core_wait_s", lambda: time.perf_counter())  # no core was free, all the time
         os.sched_setaffinity(0, {sorted(free)[link.world.rank]})
         try:
-            trainer(SmallTask(), folder / "run", link, epochs=1, global_batch=2, grains=2, progress="none").fit()
+            train(opened(SmallTask(), folder / "run", link, epochs=1, global_batch=2, grains=2, progress="none"))
         finally:
             os.sched_setaffinity(0, free)
     if link.is_first:

@@ -13,8 +13,9 @@ from paceline.config.settings import TrainConfig
 from paceline.observe.device_clock import DeviceClock
 from paceline.observe.journal import read
 from paceline.train.engine import Engine
+from paceline.train.loop import train
 from paceline.train.meter import make_clock
-from paceline.train.trainer import Trainer
+from paceline.train.run import open_run
 from tests.train.test_gpu import Blobs, gpu
 
 pytestmark = [
@@ -56,7 +57,7 @@ class Busy(Blobs):
 def test_the_record_of_an_epoch_is_of_the_device(tmp_path: Path) -> None:
     assert isinstance(make_clock(torch.device("cuda")), DeviceClock)
     config = TrainConfig(global_batch=64, epochs=12, level=0, optimizer="sgd", lr=0.001, out=tmp_path / "run")
-    Trainer(Busy(), config, gpu()).fit()
+    train(open_run(Busy(), config, gpu()))
     shares = []
     for record in read(tmp_path / "run" / "metrics.jsonl", "epoch"):
         device, (seconds,), (memory,) = record["device"], record["seconds"], record["memory"]

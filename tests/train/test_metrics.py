@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.ranks import ranks
 from tests.vision import define_operators_of_vision
@@ -75,7 +76,9 @@ def both(y: torch.Tensor, scores: torch.Tensor, words: list[str]) -> dict[str, A
 @ranks(1, 2, 3)
 def test_values_are_gathered_for_one_function(link: Link) -> None:
     x, y = scored()
-    result = Trainer(WithGathered(), paceline.TrainConfig(monitor="dev/auroc", monitor_mode="max", **PLAIN), link).fit()
+    result = train(
+        open_run(WithGathered(), paceline.TrainConfig(monitor="dev/auroc", monitor_mode="max", **PLAIN), link)
+    )
     by_class = ["dev/of_by_class_0", "dev/of_by_class_1"]  # before, the last number of several was all of them
     assert list(result.metrics) == ["dev/auroc", "dev/positive", "dev/of_f1", "dev/of_num_words", *by_class]
     assert [result.metrics[name] for name in by_class] == [float((y == 0).sum()), float((y == 1).sum())]
@@ -122,7 +125,7 @@ def test_torchmetrics_see_all_batches(link: Link) -> None:
     pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
     x, y = scored()
     scores = x.squeeze(1)
-    metrics = Trainer(WithTorchmetrics(), paceline.TrainConfig(**PLAIN), link).fit().metrics
+    metrics = train(open_run(WithTorchmetrics(), paceline.TrainConfig(**PLAIN), link)).metrics
     assert metrics["dev/auroc"] == pytest.approx(roc_auc_score(y, scores), abs=1e-6)
     assert metrics["dev/pearson"] == pytest.approx(float(torch.corrcoef(torch.stack([scores, y]))[0, 1]), abs=1e-6)
     assert metrics["dev/mean"] == pytest.approx(float(scores.mean()), abs=1e-6)
@@ -147,7 +150,7 @@ def test_a_metric_of_the_last_batches_is_refused(link: Link) -> None:
             return {"mean": tm.RunningMean(window=2)}
 
     with pytest.raises(paceline.PacelineError, match="metric 'mean' is a RunningMean, which is of the last batches"):
-        Trainer(OfWindow(), paceline.TrainConfig(**PLAIN), link).fit()
+        train(open_run(OfWindow(), paceline.TrainConfig(**PLAIN), link))
 
 
 @ranks(1)
@@ -158,7 +161,7 @@ def test_a_second_validation_starts_anew(link: Link) -> None:
     task = WithTorchmetrics()
     task.auroc.update(torch.tensor([0.9]), torch.tensor([0]))  # by somebody else
     task.metrics(nn.Identity(), paceline.Grain((x, y), 0, torch.arange(len(y)).numpy()))
-    metrics = Trainer(WithTorchmetrics(), paceline.TrainConfig(**{**PLAIN, "epochs": 2}), link).fit().metrics
+    metrics = train(open_run(WithTorchmetrics(), paceline.TrainConfig(**{**PLAIN, "epochs": 2}), link)).metrics
     assert metrics["dev/auroc"] == pytest.approx(roc_auc_score(y, x.squeeze(1)), abs=1e-6)
 
 
@@ -174,7 +177,7 @@ def fails(y: torch.Tensor) -> float:
 @ranks(2)
 def test_a_function_that_fails_ends_all_ranks(link: Link) -> None:
     with pytest.raises(ValueError if link.is_first else paceline.PacelineError, match="no such thing"):
-        Trainer(Failing(), paceline.TrainConfig(**PLAIN), link).fit()
+        train(open_run(Failing(), paceline.TrainConfig(**PLAIN), link))
 
 
 @pytest.mark.parametrize(

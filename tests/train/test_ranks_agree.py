@@ -18,12 +18,13 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.parallel.batch_norm.shares import BatchNormFrozen
+from paceline.train import loop
 from paceline.train.engine import Engine
 from paceline.train.feed import NothingRead
 from paceline.train.loss import NoGradients
 from paceline.train.prepare import ForeignParameters
+from paceline.train.run import open_run
 from paceline.train.task import Stage, Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import ranks, run_ranks
 from tests.train.test_engine import alone
@@ -50,8 +51,8 @@ def train(link: Link, kind: str, folder: str | None, settings: dict[str, Any]) -
     task = {each.__name__: each for each in Task_kinds()}[kind]()
     given = {"epochs": 3, "global_batch": 8, "grains": 4, "precision": "fp64", "lr": 0.05, "optimizer": "sgd"}
     given.update(settings)
-    trainer = Trainer(task, TrainConfig(out=None if folder is None else Path(folder), **given), link)
-    trainer.fit()
+    trainer = open_run(task, TrainConfig(out=None if folder is None else Path(folder), **given), link)
+    loop.train(trainer)
     state = {name: tensor.clone() for name, tensor in trainer.stepper.model.state_dict().items()}
     return {**state, **{f"seen/{name}": value for name, value in getattr(task, "seen", {}).items()}}
 
@@ -241,7 +242,7 @@ class ByName(Points):
 
 def run_by_name(link: Link) -> dict[str, float]:
     config = TrainConfig(epochs=1, global_batch=8, grains=4, precision="fp64", eval_batch=2)
-    return Trainer(ByName(), config, link).fit().metrics
+    return loop.train(open_run(ByName(), config, link)).metrics
 
 
 def test_metrics_are_joined_by_name() -> None:

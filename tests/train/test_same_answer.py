@@ -10,7 +10,8 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
-from paceline.train.trainer import Trainer
+from paceline.train import loop
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.exact import add_up
@@ -30,8 +31,8 @@ def train(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, torch.
         out=f"{folder}/{link.world.size}",  # type: ignore[arg-type]
         **settings,
     )
-    trainer = Trainer(RaggedTask(), config, link)
-    trainer.fit()
+    trainer = open_run(RaggedTask(), config, link)
+    loop.train(trainer)
     return {name: tensor.clone() for name, tensor in trainer.stepper.model.state_dict().items()}
 
 

@@ -11,12 +11,13 @@ import pytest
 from paceline.config.settings import TrainConfig
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import listed, step_of
-from paceline.train.due import MEASURING_SAVES, Due, Signals, due, next_due
+from paceline.train.due import MEASURING_SAVES
+from paceline.train.loop import train
 from paceline.train.position import Position
 from paceline.train.save_interval import SaveInterval
 from paceline.world.link import Link
 from tests.ranks import ranks
-from tests.train.small import SmallTask, alone, trainer
+from tests.train.small import SmallTask, alone, opened
 
 
 def config(**settings: Any) -> TrainConfig:
@@ -41,14 +42,6 @@ def test_the_second_checkpoint_chooses() -> None:
     assert interval.saved(after, 103.0, 109.0, 0.5) is None, "once"
 
 
-def test_checkpoints_are_due_when_chosen() -> None:
-    first, chosen = Position(num_steps=MEASURING_SAVES), Position(num_steps=MEASURING_SAVES, save_every=70)
-    assert due(config(), first, Signals(), MEASURING_SAVES - 1) == Due(save=True)
-    assert due(config(), chosen, Signals(), MEASURING_SAVES - 1) == Due()
-    assert next_due(config(), chosen) == 70
-    assert due(config(), Position(num_steps=140, save_every=70), Signals(), 139) == Due(save=True)
-
-
 def test_without_a_folder_or_with_a_number_nothing_is_chosen() -> None:
     for settings in ({"out": None}, {"save_every_steps": 5}):
         interval = SaveInterval(config(**settings), alone())
@@ -68,15 +61,15 @@ def test_all_ranks_choose_the_slowest_ones_way(link: Link, tmp_path: Path) -> No
 
 def test_a_run_saves_twice_and_goes_on_with_its_choice(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {"save_every_steps": "auto", "save_every_epochs": None, "keep_last": 9, "keep_best": 0, "epochs": None}
-    first = trainer(SmallTask(), tmp_path / "run", steps=35, **settings)
-    first.fit()
+    first = opened(SmallTask(), tmp_path / "run", steps=35, **settings)
+    train(first)
     every = first.position.save_every
     assert every is not None
     assert every > 35, "a failure in 259 days, and a checkpoint takes little"
     assert [step_of(path) for path in listed(tmp_path / "run" / "checkpoints")] == [35, 20, 10]
     assert capfd.readouterr().out.count("a checkpoint every") == 1
-    again = trainer(SmallTask(), tmp_path / "run", steps=70, **settings, resume="auto")
-    again.fit()
+    again = opened(SmallTask(), tmp_path / "run", steps=70, **settings, resume="auto")
+    train(again)
     assert again.position.save_every == every
     assert [step_of(path) for path in listed(tmp_path / "run" / "checkpoints")] == [70, 35, 20, 10]
     saved = reader.load(tmp_path / "run" / "checkpoints" / "step-00000070", [], verify=False)

@@ -18,8 +18,9 @@ from paceline.config.settings import EngineConfig
 from paceline.observe.journal import read
 from paceline.speed.graphs import Recorder
 from paceline.train.engine import Engine
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.train.scalars import Scalars
-from paceline.train.trainer import Trainer
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -43,7 +44,7 @@ class Logging(SmallTask):
 @ranks(1, 2)
 def test_own_numbers_are_means_over_grains_ranks_and_steps(link: Link, tmp_path: Path) -> None:
     config = paceline.TrainConfig(epochs=2, grains=2, log_every=2, lr=0.01, out=tmp_path / "run", **PLAIN)
-    Trainer(Logging(), config, link).fit()
+    train(open_run(Logging(), config, link))
     if not link.is_first:
         return
     y = points(20, seed=1).tensors[1].double()

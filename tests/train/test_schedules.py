@@ -13,8 +13,10 @@ from paceline.core.errors import PacelineError
 from paceline.data.plan import BatchRule, Plan
 from paceline.observe.journal import read
 from paceline.train.feed import Feed, StreamSetting, TrainingData
+from paceline.train.loop import train
+from paceline.train.run import Run, open_run
+from paceline.train.stage import stage_steps
 from paceline.train.task import Stage
-from paceline.train.trainer import Trainer, stage_steps
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -32,7 +34,7 @@ def alone() -> Link:
 class Stopping(RaggedTask):
     """Stops itself where it is asked to."""
 
-    trainer: Trainer
+    trainer: Run
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__()
@@ -53,8 +55,8 @@ def fit(link: Link, folder: str, stop_at: int | None, settings: dict[str, Any]) 
         }
     )
     task = Stopping(stop_at)
-    task.trainer = Trainer(task, config, link)
-    task.trainer.fit()
+    task.trainer = open_run(task, config, link)
+    train(task.trainer)
     rows = read(Path(folder) / "metrics.jsonl") if link.is_first else []
     return task.trainer.stepper.num_steps, [row["loss"] for row in rows if "loss" in row and "step" in row]
 

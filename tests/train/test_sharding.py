@@ -24,11 +24,12 @@ from paceline.speed.precision import Capabilities
 from paceline.train.autotune import timing
 from paceline.train.checkpoint import reader as restore
 from paceline.train.engine import Engine
+from paceline.train.loop import train
 from paceline.train.task import Stage
 from paceline.world.link import Link
 from tests.bf16 import needs_bf16
 from tests.ranks import ranks, run_ranks
-from tests.train.sharded import BlocksTask, Net, fit, points, trainer
+from tests.train.sharded import BlocksTask, Net, fit, opened, points
 
 
 def losses(folder: Path) -> list[float]:
@@ -234,7 +235,7 @@ class Streamed(BlocksTask):
 def stream(link: Link, shard: str, folder: str, is_joined: bool) -> int:
     settings = {"shard": shard, "epochs": 2, "steps": None, "grains": 4, "out": folder, "precision": "fp64"}
     settings |= {"sync_batchnorm": "all", "grains": 2} if is_joined else {}
-    return trainer(link, Streamed(has_norm=is_joined), settings).fit().num_steps
+    return train(opened(link, Streamed(has_norm=is_joined), settings)).num_steps
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
@@ -271,7 +272,7 @@ class Halving(BlocksTask):
 
 def staged(link: Link, shard: str, folder: str) -> None:
     settings = {"shard": shard, "epochs": 2, "steps": None, "out": folder, "precision": "fp64"}
-    trainer(link, Halving(), settings).fit()
+    train(opened(link, Halving(), settings))
 
 
 def test_stages_and_changed_gradients(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_a_stage_that_changes_the_model_is_refused(link: Link) -> None:
     task = Halving()
     task.is_growing = True
     with pytest.raises(CannotShard, match="a stage changed the model"):
-        trainer(link, task, {"shard": "full", "epochs": 1, "steps": None}).fit()
+        train(opened(link, task, {"shard": "full", "epochs": 1, "steps": None}))
 
 
 class Pieces(BlocksTask):
@@ -396,7 +397,7 @@ class Pieces(BlocksTask):
 @ranks(2)
 def test_a_layer_called_on_its_own_is_named(link: Link) -> None:
     with pytest.raises(CalledAround, match="on its own"):
-        trainer(link, Pieces(), {"shard": "full"}).fit()
+        train(opened(link, Pieces(), {"shard": "full"}))
 
 
 class TwoHeads(nn.Module):

@@ -12,12 +12,13 @@ import torch
 from paceline.observe.journal import read
 from paceline.parallel.sharded.strategy import Sharded
 from paceline.speed.autotune.candidates import Candidate
+from paceline.train import loop
 from paceline.train.autotune import autotuner
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
 from tests.ranks import run_ranks
-from tests.train.sharded import BlocksTask, trainer
+from tests.train.sharded import BlocksTask, opened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,8 +56,8 @@ def train(link: Link, way: str, shard: str, folder: str) -> list[float]:
         patch.setenv("XDG_CACHE_HOME", f"{folder}-cache")
         # A contest takes a minute; what it chooses is not the matter here.
         patch.setattr(autotuner, "candidates", lambda *_, **__: [Candidate(3)])
-        made = trainer(link, BlocksTask(has_norm=True), {**settings, "shard": shard, "out": folder, "log_every": 1})
-        made.fit()
+        made = opened(link, BlocksTask(has_norm=True), {**settings, "shard": shard, "out": folder, "log_every": 1})
+        loop.train(made)
     assert isinstance(made.stepper.prepared.strategy, Sharded) == (shard != "none")
     assert made.stepper.precision.compile == (settings.get("level") in (3, 4))
     return [row["loss"] for row in read(Path(folder) / "metrics.jsonl") if "loss" in row and "step" in row]

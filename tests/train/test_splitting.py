@@ -12,9 +12,10 @@ from torch import nn
 
 import paceline
 from paceline import PacelineError
+from paceline.core.errors import TaskContract
 from paceline.observe.journal import read
 from paceline.train.loss import OutOfMemory
-from paceline.train.splitting import TaskNotCopied, next_cut
+from paceline.train.splitting import next_cut
 
 
 class Small(paceline.Task):
@@ -117,5 +118,5 @@ def test_a_task_that_cannot_be_put_back_is_refused() -> None:
     """It was a traceback of `copy`, before the first step."""
     task = Small()
     task.guard = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(TaskNotCopied, match="its attribute `guard` cannot be copied: TypeError: "):
+    with pytest.raises(TaskContract, match="its attribute `guard` cannot be copied: TypeError: "):
         paceline.fit(task, split_on_oom=True, **SETTINGS)

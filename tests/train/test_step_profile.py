@@ -12,8 +12,9 @@ from torch import nn
 from paceline.core.run_folder import METRICS
 from paceline.data.plan import BatchRule, Plan
 from paceline.observe.records import EpochRecord
+from paceline.train.loop import train
 from paceline.train.step_profile import BackwardWatch, costs, thinned
-from tests.train.small import SmallTask, trainer
+from tests.train.small import SmallTask, opened
 
 
 def test_a_watch_sees_when_buckets_are_complete_and_leaves_nothing() -> None:
@@ -34,7 +35,7 @@ def test_a_watch_sees_when_buckets_are_complete_and_leaves_nothing() -> None:
 
 
 def test_a_run_keeps_a_profile_of_its_steps(tmp_path: Path) -> None:
-    trainer(SmallTask(), tmp_path / "run", epochs=2, global_batch=4, grains=2).fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=2, global_batch=4, grains=2))
     lines = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     epochs = [EpochRecord.from_json(line) for line in lines if line["kind"] == "epoch"]
     for epoch in epochs:

@@ -15,9 +15,10 @@ from torch.utils.data import IterableDataset
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
+from paceline.train import loop
 from paceline.train.feed import NotData, StreamSetting
+from paceline.train.run import open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.test_engine import alone
@@ -70,7 +71,7 @@ def train(link: Link, kind: str, folder: str, settings: dict[str, Any]) -> list[
     config = TrainConfig(
         global_batch=8, grains=4, optimizer="sgd", lr=0.05, precision="fp64", out=Path(folder), **settings
     )
-    Trainer(task, config, link).fit()
+    loop.train(open_run(task, config, link))
     return task.seen
 
 
@@ -119,7 +120,7 @@ def train_norms(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, 
         **{"global_batch": 8, "optimizer": "sgd", "lr": 0.05, "precision": "fp64", "out": Path(folder), "epochs": 2}
         | settings
     )
-    Trainer(Normed(), config, link).fit()
+    loop.train(open_run(Normed(), config, link))
     newest = max(Path(folder, "checkpoints").glob("step-*"))
     return load_file(newest / "model.safetensors")
 
@@ -140,9 +141,9 @@ def test_batch_norm_counts_the_grains_that_a_stream_fills(tmp_path: Path) -> Non
 def test_settings_that_need_the_whole_data_are_refused(settings: dict[str, Any]) -> None:
     config = TrainConfig(epochs=1, global_batch=8, **settings)
     with pytest.raises(StreamSetting, match=next(iter(settings))):
-        Trainer(StreamTask(Counting()), config, alone()).fit()
+        loop.train(open_run(StreamTask(Counting()), config, alone()))
 
 
 def test_what_is_no_data_is_named() -> None:
     with pytest.raises(NotData, match="int is no data set"):
-        Trainer(StreamTask(7), TrainConfig(epochs=1), alone()).fit()
+        loop.train(open_run(StreamTask(7), TrainConfig(epochs=1), alone()))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.config.settings import GroupSettings, TrainConfig
 from paceline.data.partition import cut
 from paceline.speed.precision import Capabilities, resolve
+from paceline.train.loop import train
 from paceline.train.summary import (
     DataFacts,
     Facts,
@@ -28,7 +29,7 @@ from paceline.train.summary import (
 )
 from paceline.world.discover.environment import World
 from tests.train.ragged import RaggedTask
-from tests.train.small import SmallTask, trainer
+from tests.train.small import SmallTask, opened
 
 CPU = Capabilities("cpu", "this CPU", bf16=True, tf32=False, fp16=True, compiler=True)
 
@@ -183,8 +184,8 @@ def test_a_real_run_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixtur
 
     task = Seconds()
     data = task.train_data()
-    ours = trainer(task, tmp_path / "run", epochs=1, global_batch=6, freeze=("*.bias",))
-    ours.fit()
+    ours = opened(task, tmp_path / "run", epochs=1, global_batch=6, freeze=("*.bias",))
+    train(ours)
     shown = capsys.readouterr().out
     parameters = dict(task.model().named_parameters())
     frozen = sum(value.numel() for name, value in parameters.items() if name.endswith(".bias"))
@@ -195,9 +196,9 @@ def test_a_real_run_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_summary_is_said_once_and_not_with_progress_none(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(SmallTask(), None, epochs=2).fit()
+    train(opened(SmallTask(), None, epochs=2))
     assert capsys.readouterr().out.count("global batch 8 = 1 grain of 8 = 1 rank x 1") == 1
-    trainer(SmallTask(), None, epochs=2, progress="none").fit()
+    train(opened(SmallTask(), None, epochs=2, progress="none"))
     assert capsys.readouterr().out == ""
 
 

@@ -10,6 +10,8 @@ from paceline.observe.journal import Journal, read
 from paceline.observe.records import StepRecord
 from paceline.train import survival as survival_module
 from paceline.train.checkpoint.memory import MemoryState
+from paceline.train.duties import NEVER, Moment
+from paceline.train.position import Position
 from paceline.train.survival import CopyKind, Survival, copy_kind, is_cut_loose, needs_all, price
 from paceline.world.rounds import Lost, Member, Round
 
@@ -52,17 +54,19 @@ def test_lines_of_a_round() -> None:
     assert "`--min-ranks`" in survival(lost=(Lost(1, "there", "x"),), stops=True).lines(12)[-1]
 
 
-def test_copies_are_due_from_time_to_time() -> None:
+def test_replicas_are_due_from_time_to_time_where_ranks_are_together() -> None:
     state = survival()
-    state.begin(40)
-    assert state.next_due(100) == 41
-    assert not state.is_due(40)
-    assert state.is_due(41)
+    state.start(40)
+    now, before = Position(num_steps=41), Position(num_steps=40)
+    assert state.next_due(before) == 41
+    assert not state.is_due(before, Moment(before))
+    assert state.is_due(now, Moment(before))
+    assert not state.is_due(now, Moment(before, is_together=False))
     state.due_at = 60
-    assert (state.next_due(50), state.next_due(70)) == (50, 60)
+    assert not state.is_due(now, Moment(before))
+    assert state.is_due(now, Moment(before, regroups=True)), "another process waits to join"
     state.has_copies = False
-    assert state.next_due(70) == 70
-    assert not state.is_due(60)
+    assert state.next_due(before) == NEVER
 
 
 def test_journal_keeps_the_lines_on_ranks(tmp_path: Path) -> None:

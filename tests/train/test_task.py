@@ -16,6 +16,7 @@ from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
 from paceline.optim import schedule
 from paceline.train.checkpoint.format import listed, step_of
+from paceline.train.loop import train
 from paceline.train.task import (
     Accelerates,
     Exports,
@@ -48,11 +49,11 @@ from tests.train.small import (
     alone,
     assert_same,
     fresh_net,
+    opened,
     points,
     raw_steps,
     sgd,
     squares,
-    trainer,
     validations_of,
     weights,
 )
@@ -75,8 +76,8 @@ class StagedTask(SmallTask):
 def test_stages_that_start_anew_are_two_runs_after_each_other(tmp_path: Path) -> None:
     settings = {"schedule": "cosine", "warmup_steps": 2, "min_lr": 0.001}
     task = StagedTask(restart_optimizer=True, restart_schedule=True)
-    ours = trainer(task, tmp_path / "run", epochs=9, **settings)
-    ours.fit()
+    ours = opened(task, tmp_path / "run", epochs=9, **settings)
+    train(ours)
     config = TrainConfig(epochs=1, lr=LR, **settings)
     model = fresh_net()
     losses = list(raw_steps(model, sgd(model), 6, rate=schedule.build(config, 6)))
@@ -87,8 +88,8 @@ def test_stages_that_start_anew_are_two_runs_after_each_other(tmp_path: Path) ->
 
 def test_stages_that_do_not_are_one_run(tmp_path: Path) -> None:
     """`steps` are those of a stage, and one schedule spans both."""
-    ours = trainer(StagedTask(), tmp_path / "run", steps=4, schedule="linear")
-    assert ours.fit().num_steps == 8
+    ours = opened(StagedTask(), tmp_path / "run", steps=4, schedule="linear")
+    assert train(ours).num_steps == 8
     rate = schedule.build(TrainConfig(epochs=1, lr=LR, schedule="linear"), 8)
     model = fresh_net()
     optimizer = sgd(model)
@@ -99,7 +100,7 @@ def test_stages_that_do_not_are_one_run(tmp_path: Path) -> None:
 
 
 def test_the_schedule_ends_with_the_run_where_epochs_end_first(tmp_path: Path) -> None:
-    trainer(SmallTask(), tmp_path / "run", epochs=1, steps=100, schedule="linear").fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=1, steps=100, schedule="linear"))
     rates = [record["lr"] for record in read(tmp_path / "run" / "metrics.jsonl")]
     assert rates == pytest.approx([LR, LR * 2 / 3, LR / 3])
 
@@ -140,8 +141,8 @@ def test_every_checkpoint_of_a_growing_run_leads_to_the_same_end(tmp_path: Path,
     settings = {"epochs": 9, "keep_last": 20, "save_every_steps": 2, "schedule": "cosine", "ema": 0.5}
     restarts = {"restart_optimizer": restart, "restart_schedule": restart}
     task = GrowingTask(**restarts)
-    whole = trainer(task, tmp_path / "whole", **settings)
-    whole.fit()
+    whole = opened(task, tmp_path / "whole", **settings)
+    train(whole)
     steps = [f"step {step}" for step in range(12)]
     assert task.events == ["before 0", *steps[:6], "after 0", "before 1", *steps[6:], "after 1"]
     validations = validations_of(tmp_path / "whole")
@@ -149,8 +150,8 @@ def test_every_checkpoint_of_a_growing_run_leads_to_the_same_end(tmp_path: Path,
     assert [step_of(path) for path in paths] == [12, 10, 8, 6, 4, 3, 2]
     for path in paths:
         again = GrowingTask(**restarts)
-        resumed = trainer(again, tmp_path / path.name, resume=path, **settings)
-        assert resumed.fit().num_steps == 12
+        resumed = opened(again, tmp_path / path.name, resume=path, **settings)
+        assert train(resumed).num_steps == 12
         step = step_of(path)
         ends = {"after 0": step < 6, "after 1": step < 12}
         assert [event for event in again.events if "step" not in event] == [
@@ -171,8 +172,8 @@ class ThawingTask(StagedTask):
 
 
 def test_weights_thawed_by_a_stage_are_trained() -> None:
-    ours = trainer(ThawingTask(), None, epochs=1)
-    ours.fit()
+    ours = opened(ThawingTask(), None, epochs=1)
+    train(ours)
     model = fresh_net()
     list(raw_steps(model, sgd(model.head), 6))
     list(raw_steps(model, sgd(model), 6, data=points(12, seed=4)))
@@ -197,7 +198,7 @@ class WatchingTask(RaggedTask):
 def watch(link: Link, settings: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]], list[list[int]]]:
     task = WatchingTask()
     plain = {"steps": 9, "grains": 4, "global_batch": 24, "order": "random"}
-    trainer(task, None, link, **{**plain, **settings}).fit()
+    train(opened(task, None, link, **{**plain, **settings}))
     return task.gradients, task.consumed
 
 
@@ -231,7 +232,7 @@ class WatchingSmallTask(SmallTask):
 )
 def test_gradients_come_unscaled_and_unclipped(settings: dict[str, Any]) -> None:
     task = WatchingSmallTask()
-    trainer(task, None, steps=1, **{"level": "auto", **settings}).fit()
+    train(opened(task, None, steps=1, **{"level": "auto", **settings}))
     model = fresh_net()
     x, y = points(NUM_SAMPLES, seed=1).tensors
     (squares(model, x[:BATCH], y[:BATCH]) / BATCH).backward()
@@ -269,8 +270,8 @@ def tell(link: Link, out: Path) -> tuple[list[tuple[int, str]], str, Any, float 
     task = TellingTask()
     heard = io.StringIO()
     with redirect_stdout(heard):
-        ours = trainer(task, out / str(link.world.size), link, epochs=1, grains=3, precision="fp64", monitor_mode="max")
-        result = ours.fit()
+        ours = opened(task, out / str(link.world.size), link, epochs=1, grains=3, precision="fp64", monitor_mode="max")
+        result = train(ours)
     return task.gathered, heard.getvalue(), ours.validation.samples, result.best_score, result.metrics["dev/accuracy"]
 
 
@@ -295,13 +296,13 @@ class WeighingTask(SmallTask):
 
 def test_weights_come_from_a_task_s_own_kind_of_file_or_from_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"body.weight": torch.full((6, 4), 0.25)}, tmp_path / "own.pt")
-    ours = trainer(WeighingTask(), None, epochs=1, init_from=tmp_path / "own.pt")
+    ours = opened(WeighingTask(), None, epochs=1, init_from=tmp_path / "own.pt")
     expected = {**fresh_net().state_dict(), "body.weight": torch.full((6, 4), 0.25)}
     assert_same(weights(ours), expected)
-    first = trainer(WeighingTask(), tmp_path / "run", steps=1)
-    first.fit()
+    first = opened(WeighingTask(), tmp_path / "run", steps=1)
+    train(first)
     path = listed(tmp_path / "run" / "checkpoints")[0]
-    assert_same(weights(trainer(WeighingTask(), None, epochs=1, init_from=path, seed=5)), weights(first))
+    assert_same(weights(opened(WeighingTask(), None, epochs=1, init_from=path, seed=5)), weights(first))
 
 
 # -- data of its own for every rank ------------------------------------------------------------------------------------
@@ -309,10 +310,10 @@ def test_weights_come_from_a_task_s_own_kind_of_file_or_from_a_checkpoint(tmp_pa
 
 def walk(link: Link) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
     task = WatchingTask()
-    ours = trainer(
+    ours = opened(
         task, None, link, epochs=2, grains=2, global_batch=24, order="random", dataset_distribution="random_seed_offset"
     )
-    ours.fit()
+    train(ours)
     return task.consumed, {name: parameter.detach() for name, parameter in ours.stepper.model.named_parameters()}
 
 
@@ -339,10 +340,10 @@ class HalvingTask(SmallTask):
 
 @pytest.mark.parametrize("precision", [None, "fp16-master"])
 def test_changed_gradients_are_those_that_are_used(precision: Any) -> None:
-    half = trainer(HalvingTask(), None, steps=1, precision=precision, level="auto", lr=LR)
-    half.fit()
-    whole = trainer(SmallTask(), None, steps=1, precision=precision, level="auto", lr=LR / 2)
-    whole.fit()
+    half = opened(HalvingTask(), None, steps=1, precision=precision, level="auto", lr=LR)
+    train(half)
+    whole = opened(SmallTask(), None, steps=1, precision=precision, level="auto", lr=LR / 2)
+    train(whole)
     for ours, other in zip(
         half.stepper.prepared.named_weights().values(), whole.stepper.prepared.named_weights().values(), strict=True
     ):

@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline import Task, TrainConfig
 from paceline.data.grain import Grain
-from paceline.train.trainer import Trainer
+from paceline.train import loop
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 
@@ -66,8 +67,8 @@ def train(link: Link, out: str, dtype: torch.dtype | None, device: str | None, s
     plain = {"epochs": 2, "global_batch": 8, "grains": 4, "optimizer": "sgd", "lr": 0.1, "level": 0, "workers": 0}
     config = TrainConfig(**{**plain, **settings}, out=Path(out), loggers=(), progress="none")
     with defaults(dtype, device):
-        trainer = Trainer(Explicit(), config, link)
-        result = trainer.fit()
+        trainer = open_run(Explicit(), config, link)
+        result = loop.train(trainer)
         state = trainer.stepper.model.state_dict()
     return [result.status, result.loss, result.metrics, {name: tensor.tolist() for name, tensor in state.items()}]
 

@@ -26,9 +26,10 @@ from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.speed import precision
 from paceline.speed.precision import Capabilities
+from paceline.train import loop
 from paceline.train.find_task import find_task
+from paceline.train.run import Run, open_run
 from paceline.train.task import Stage, Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.sharded import NUM_SAMPLES, WIDTH, Net, Norm, points
@@ -136,7 +137,7 @@ class PairTask(Task):
     """Blocks with batch norm on points that have lengths; stops itself where a run is to be resumed."""
 
     stops = False
-    trainer: Trainer
+    trainer: Run
 
     def model(self) -> nn.Module:
         return Net(has_norm=True)
@@ -271,8 +272,8 @@ def launch(link: Link, names: tuple[str, ...], packed: str, folder: str, resume:
             lines = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
             return Outcome(error="settings", message=lines)
         try:
-            made.trainer = Trainer(made, config, link)
-            made.trainer.fit()
+            made.trainer = open_run(made, config, link)
+            loop.train(made.trainer)
         except PacelineError as error:
             return Outcome([], type(error).__name__, str(error), bool(error.excludes))
     if not link.is_first:

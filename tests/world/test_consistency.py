@@ -13,7 +13,7 @@ from paceline import Engine, Task, TrainConfig, fit
 from paceline.config.compared import shared_settings
 from paceline.config.settings import per_rank
 from paceline.data.grain import Grain
-from paceline.train.trainer import Trainer
+from paceline.train.run import open_run
 from paceline.world.consistency import RanksDisagree, check_same, differences, installation
 from paceline.world.link import Link
 from tests.ranks import ranks
@@ -102,9 +102,9 @@ def test_ranks_that_differ_all_say_so(link: Link) -> None:
     with pytest.raises(RanksDisagree, match="--lr is 0 on rank 0 and 1 on rank 1"):
         check_same(link, {"--lr": rank})
     with pytest.raises(RanksDisagree, match="--seed is 0 on rank 0 and 1 on rank 1"):
-        Trainer(Points(), TrainConfig(epochs=1, seed=rank), link)
+        open_run(Points(), TrainConfig(epochs=1, seed=rank), link)
     with pytest.raises(RanksDisagree, match="number of samples of validation set 'dev' is 4 on rank 0 and 5 on rank 1"):
-        Trainer(Points(4 + rank), TrainConfig(epochs=1), link)
+        open_run(Points(4 + rank), TrainConfig(epochs=1), link)
     check_same(link, {"--lr": 0.1})  # the group is as good as before
 
 

@@ -13,37 +13,17 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config.settings import TrainConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, InvalidSetting
 from paceline.core.units import counted
 from paceline.data.grain import Grain
 from paceline.observe.clock import elapsed
-from paceline.parallel.step import Step
 from paceline.train.feed import Feed
+from paceline.train.loop import train
 from paceline.train.probe import Probe, unkept
+from paceline.train.result import Result
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link
-
-
-class NoStepsToTime(PacelineError):
-    """A benchmark that ends before its timed part begins."""
-
-    steps: int
-    first: int
-    sentence = "`bench_steps` is {steps}, but timing begins after `bench_start` = {first:#step}"
-    hint = "set `--bench-steps {enough}`, or `--bench-start 0`"
-
-    @property
-    def enough(self) -> int:
-        return self.first + 50
-
-
-class BenchmarkStopped(PacelineError):
-    """A benchmark that a signal ended before its last step."""
-
-    num_steps: int
-    sentence = "asked to stop after {num_steps:#step}: nothing was measured"
-    hint = "run it again, with fewer `--bench-steps` if it took too long"
 
 
 @dataclass(frozen=True)
@@ -109,15 +89,22 @@ class Measured:
 def benchmark(task: Task, config: TrainConfig, link: Link) -> Benchmark:
     """Train for `bench_steps` steps and report the speed; no run folder is made or changed."""
     if config.bench_steps <= config.bench_start:
-        raise NoStepsToTime(config.bench_steps, config.bench_start)
+        raise InvalidSetting(
+            f"`bench_steps` is {config.bench_steps}, but timing begins after `bench_start` = "
+            f"{counted(config.bench_start, 'step')}",
+            hint=f"set `--bench-steps {config.bench_start + 50}`, or `--bench-start 0`",
+        )
     timing = _Timing(config)
-    trainer = Trainer(task, unkept(config, config.bench_steps), link, probe=timing)
-    result = trainer.fit()
+    run = open_run(task, unkept(config, config.bench_steps), link, probe=timing)
+    result = train(run)
     if timing.measured is None:
-        raise BenchmarkStopped(result.num_steps)
+        raise Failed(
+            f"asked to stop after {counted(result.num_steps, 'step')}: nothing was measured",
+            hint="run it again, with fewer `--bench-steps` if it took too long",
+        )
     joined = join(link.gather_objects(timing.measured), config.bench_start, result)
     for line in joined.lines():
-        trainer.progress.say(line)
+        run.progress.say(line)
     return joined
 
 
@@ -145,19 +132,18 @@ class _Timing(Probe):
         """None until the last step is done."""
         self._num_samples, self._length = 0, 0.0
 
-    def begin(self, trainer: Trainer, feed: Feed) -> None:
-        self._clock, self._device, self._lengths = trainer.clock, trainer.link.device, feed.lengths
+    def begin(self, run: Run, feed: Feed) -> None:
+        self._clock, self._device, self._lengths = run.clock, run.link.device, feed.lengths
         self._before = self._read_clock()
 
-    def after_step(self, step: Step, grains: list[Grain]) -> None:
-        done = step.number + 1
-        if done > self._first:
+    def after_step(self, num_steps: int, grains: Sequence[Grain]) -> None:
+        if num_steps > self._first:
             self._num_samples += sum(len(grain) for grain in grains)
             if self._lengths is not None:
                 self._length += sum(float(self._lengths[grain.samples].sum()) for grain in grains)
-        if done == self._first:
+        if num_steps == self._first:
             self._before = self._read_clock()
-        if done == self._last:
+        if num_steps == self._last:
             length = None if self._lengths is None else self._length
             self.measured = Measured(elapsed(self._before, self._read_clock()), self._num_samples, length)
 

@@ -1,12 +1,11 @@
-"""Decisions after a step: what to log, validate and save, and when to leave the loop. Values in, values out."""
+"""Decisions between steps: intervals, and when an epoch, a stage and a run are over. Values in, values out."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import Enum
 
-from paceline.config.settings import LoopSettings, TrainConfig
+from paceline.config.settings import LoopSettings
 from paceline.train.position import Position
 
 
@@ -20,7 +19,11 @@ class Outcome(Enum):
     EARLY = "early"
     """Out of `patience`."""
     STOPPED = "stopped"
-    """Asked to, by a signal or a probe."""
+    """Asked to, by a signal."""
+    MEASURED = "measured"
+    """A probe has seen enough."""
+    REGROUP = "regroup"
+    """All ranks leave the round after the same step, because another process waits to join."""
     DIVERGED = "diverged"
     """Weights or losses are beyond repair."""
 
@@ -30,74 +33,23 @@ class Outcome(Enum):
         return self in (Outcome.OUT_OF_STEPS, Outcome.EARLY)
 
     @property
+    def is_interruption(self) -> bool:
+        """True if neither the epoch nor its stage is ended with it."""
+        return self in (Outcome.STOPPED, Outcome.MEASURED, Outcome.REGROUP)
+
+    @property
     def goes_on(self) -> bool:
         """True unless the run ends here: it has more epochs or stages, if there are any."""
-        return self.status == "finished"
+        return self in (Outcome.EPOCH_DONE, Outcome.OUT_OF_DATA, Outcome.OUT_OF_STEPS)
 
     @property
     def status(self) -> str:
         """Status of a run that ends so."""
-        return self.value if self in (Outcome.EARLY, Outcome.STOPPED, Outcome.DIVERGED) else "finished"
+        return "finished" if self.goes_on or self is Outcome.MEASURED else self.value
 
 
 MEASURING_SAVES = 10
 """Steps between the first checkpoints of `save_every_steps: auto`, until it is known what one costs."""
-
-
-@dataclass(frozen=True)
-class Signals:
-    """News that come with a step. Ranks that are together have the same."""
-
-    stop: bool = False
-    """True if some rank was asked to stop."""
-    is_together: bool = True
-    """True if all ranks have the same weights, or get them without an average that would not have been."""
-    is_out_of_data: bool = False
-    """Data of unknown length: no rank has more."""
-    is_last: bool = False
-    """The step's batch was the last of the epoch."""
-
-
-@dataclass(frozen=True)
-class Due:
-    """Work to do before the next step, and the reason to leave the loop after it. False if there is none."""
-
-    log: bool = False
-    validate: bool = False
-    save: bool = False
-    leave: Outcome | None = None
-
-    def __bool__(self) -> bool:
-        return self.log or self.validate or self.save or self.leave is not None
-
-
-def due(config: TrainConfig, position: Position, signals: Signals, since: int) -> Due:
-    """Return what is due at a position, given the number of steps at which work was last attended to.
-
-    Ranks that step apart (`reduce: param`) wait with it until their next average, unless the run ends here.
-    """
-    is_over = signals.stop or signals.is_out_of_data or is_out_of_steps(config, position)
-    if not signals.is_together and not is_over:
-        return Due()
-    now = position.num_steps
-    return Due(
-        log=passes_multiple(since, now, config.log_every),
-        validate=passes_multiple(since, now, config.val_every_steps),
-        save=signals.stop
-        or passes_multiple(since, now, save_interval(config, position))
-        or is_new_best(config, position),
-        leave=_leave(config, position, signals),
-    )
-
-
-def _leave(config: TrainConfig, position: Position, signals: Signals) -> Outcome | None:
-    if signals.stop:
-        return Outcome.STOPPED
-    if signals.is_last:
-        return None  # the epoch ends by itself
-    if signals.is_out_of_data:
-        return Outcome.OUT_OF_DATA  # the same on several ranks, where no batch is known to be the last
-    return ended_by(config, position)
 
 
 def ended_by(config: LoopSettings, position: Position) -> Outcome | None:
@@ -107,12 +59,9 @@ def ended_by(config: LoopSettings, position: Position) -> Outcome | None:
     return Outcome.OUT_OF_STEPS if is_out_of_steps(config, position) else None
 
 
-def next_due(config: TrainConfig, position: Position) -> int:
-    """Return the next number of steps at which something is due, unless a signal comes first."""
-    now = position.num_steps
-    intervals = (config.log_every, config.val_every_steps, save_interval(config, position))
-    moments = [now - now % every + every for every in intervals if every is not None]
-    return min(moments if config.steps is None else [*moments, position.stage_began + config.steps])
+def next_multiple(number: int, every: int) -> int:
+    """Return the first multiple of `every` that is larger than `number`."""
+    return number - number % every + every
 
 
 def save_interval(config: LoopSettings, position: Position) -> int | None:
@@ -125,11 +74,6 @@ def save_interval(config: LoopSettings, position: Position) -> int | None:
 def is_multiple(number: int, every: int | None) -> bool:
     """Return True if `number` is a multiple of `every`; never without an interval."""
     return every is not None and number % every == 0
-
-
-def passes_multiple(before: int, now: int, every: int | None) -> bool:
-    """Return True if (before, now] contains a multiple of `every`."""
-    return every is not None and now // every > before // every
 
 
 def is_out_of_steps(config: LoopSettings, position: Position) -> bool:

@@ -1,6 +1,6 @@
 """Engine: the training step for a hand-written loop, with its data, its evaluation and its place in the data.
 
-The step itself is in `stepper.py`, which the trainer uses, too.
+The step itself is in `stepper.py`, which the training loop uses, too.
 """
 
 from __future__ import annotations

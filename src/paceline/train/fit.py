@@ -19,7 +19,7 @@ from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.file_copy import exists, send
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, PacelineError
 from paceline.core.language import phrase, said
 from paceline.core.run_folder import RunFolder
 from paceline.core.terminal import tell
@@ -29,10 +29,13 @@ from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
 from paceline.train.checkpoint import reader
+from paceline.train.loop import train
+from paceline.train.result import Result
+from paceline.train.rounds import train_in_rounds
+from paceline.train.run import Run, open_run
 from paceline.train.splitting import SplitNeedsOneRank, train_splitting
-from paceline.train.survival import Survival, train_in_rounds
+from paceline.train.survival import Survival
 from paceline.train.task import Task
-from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link
 from paceline.world.rounds import Rounds
 from paceline.world.start import from_settings
@@ -130,13 +133,6 @@ class NotATask(PacelineError, TypeError):
         return "subclass `paceline.Task` and give it the model, the data and the loss: docs/task.md"
 
 
-class AnotherThread(PacelineError):
-    """Two threads of one process that train at once: torch has one state of random numbers, threads and precisions."""
-
-    sentence = "another thread of this process is inside of paceline.fit, and both would draw from one row of numbers"
-    hint = "call it in one thread after the other, or in processes of their own"
-
-
 _inside: list[tuple[int, int]] = []
 """Process and thread of each `fit` that has not returned."""
 
@@ -146,7 +142,10 @@ def _only_thread() -> Iterator[None]:
     """Refuse a second thread; one call inside of another, in a hook, is fine."""
     place = os.getpid(), threading.get_ident()
     if any(pid == place[0] and thread != place[1] for pid, thread in list(_inside)):
-        raise AnotherThread
+        raise Conflict(
+            "another thread of this process is inside paceline.fit, and both would share one state of random numbers",
+            hint="call it in one thread after the other, or in separate processes",
+        )
     _inside.append(place)
     try:
         yield
@@ -172,12 +171,12 @@ def fit_surviving(
     `code` are digests of the task's files, by which a process that joins is compared with those that are there.
     """
 
-    def make_trainer(config: TrainConfig, link: Link, survival: Survival) -> Trainer:
+    def open_round(config: TrainConfig, link: Link, survival: Survival) -> Run:
         if config.split_on_oom:
             raise SplitNeedsOneRank(link.world.size)
-        return Trainer(make_task(), config, link, survival=survival)
+        return open_run(make_task(), config, link, survival=survival)
 
-    return train_in_rounds(config, rounds, make_trainer, code)
+    return train_in_rounds(config, rounds, open_round, code)
 
 
 def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback] = ()) -> Result:
@@ -188,9 +187,9 @@ def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Cal
         return _apply(task, config, link)
     if config.split_on_oom:
         return train_splitting(task, config, link, watchers)
-    trainer = Trainer(task, config, link, watchers)
-    result = trainer.fit()
-    return replace(result, model=trainer.give_model())
+    run = open_run(task, config, link, watchers)
+    result = train(run)
+    return replace(result, model=run.give_model())
 
 
 def _apply(task: Task, config: TrainConfig, link: Link) -> Result:

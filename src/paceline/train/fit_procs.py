@@ -26,25 +26,18 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import refuse_memory
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import Conflict, InvalidSetting, NotInstalled, PacelineError, first_line
 from paceline.core.extras import EXTRAS
 from paceline.core.terminal import warn
+from paceline.core.units import counted
 from paceline.observe.callback import Callback, RunInfo
+from paceline.train.result import Result
 from paceline.train.task import Task
-from paceline.train.trainer import Result
 from paceline.world.discover.environment import discover
 from paceline.world.launch.launcher import count_procs, launch
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 PAYLOAD, RESULT, ERROR = "task", "result", "error"
-
-
-class NeedsCloudpickle(PacelineError):
-    """Ranks that cannot be given the task."""
-
-    extra: str
-    sentence = "`procs` hands the task to other processes, and needs the package cloudpickle, which is not installed"
-    hint = "pip install 'paceline[{extra}]', or put the task into a file: `paceline train file.py:Task --procs N`"
 
 
 class TaskNotPortable(PacelineError):
@@ -53,31 +46,6 @@ class TaskNotPortable(PacelineError):
     why: str
     sentence = "`procs` hands the task to other processes, and this one cannot be pickled: {why}"
     hint = "open files, connections and CUDA tensors in `train_data` or `model`, not in `__init__`"
-
-
-class NotProcs(PacelineError):
-    """A number of ranks that is none."""
-
-    procs: Any
-    sentence = "`procs` is {procs!r}, not a number of ranks"
-    hint = "give 1 or more, or `'auto'` for one per GPU"
-
-
-class NotInMainThread(PacelineError):
-    """Ranks are started where signals can be passed on to them."""
-
-    sentence = "`procs` starts processes, and this is not the main thread, which alone can pass signals on to them"
-    hint = "call paceline.fit from the main thread"
-
-
-class AlreadyRanks(PacelineError):
-    """`procs` in a process that a launcher started."""
-
-    procs: str
-    launcher: str
-    local_size: int
-    sentence = "`procs` is {procs}, but {launcher} has started {local_size:#rank} on this machine already"
-    hint = "leave out `procs`"
 
 
 class RanksFailed(PacelineError):
@@ -95,17 +63,26 @@ def fit_on_procs(
 ) -> Result | None:
     """Fit on ranks that are started for it; None where this process is a rank, or is the only one there would be."""
     if procs != "auto" and (not isinstance(procs, int) or isinstance(procs, bool) or procs < 1):
-        raise NotProcs(procs)
+        raise InvalidSetting(
+            f"`procs` is {procs!r}, not a number of ranks", hint="give 1 or more, or `'auto'` for one per GPU"
+        )
     world = discover(os.environ)
     if world.launcher != "plain":
         if procs not in ("auto", world.local_size):
-            raise AlreadyRanks(str(procs), world.launcher, world.local_size)
+            raise Conflict(
+                f"`procs` is {procs}, but {world.launcher} has started {counted(world.local_size, 'rank')} on this "
+                "machine already",
+                hint="leave out `procs`",
+            )
         return None
     number = count_procs(procs, config.device, torch.cuda.device_count())
     if number == 1:
         return None
     if threading.current_thread() is not threading.main_thread():
-        raise NotInMainThread
+        raise Conflict(
+            "`procs` starts processes, and this is not the main thread, which alone can pass signals on to them",
+            hint="call paceline.fit from the main thread",
+        )
     refuse_memory(config.out or config.runs_dir)
     with tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
         folder = Path(name)
@@ -138,7 +115,11 @@ def _dumped(value: Any) -> bytes:
     try:
         import cloudpickle
     except ModuleNotFoundError:
-        raise NeedsCloudpickle(EXTRAS["cloudpickle"]) from None
+        raise NotInstalled(
+            "`procs` hands the task to other processes, and needs the package cloudpickle, which is not installed",
+            hint=f"pip install 'paceline[{EXTRAS['cloudpickle']}]', or put the task into a file: "
+            "`paceline train file.py:Task --procs N`",
+        ) from None
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:  # whatever an object of the user's raises

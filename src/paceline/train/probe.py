@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
-from paceline.parallel.step import Step
-from paceline.train.feed import Feed
-from paceline.train.task import Stage
+from paceline.train.due import Outcome
+from paceline.train.duties import Duty, Moment
+from paceline.train.position import Position
 
 if TYPE_CHECKING:
-    from paceline.train.trainer import Trainer
+    from paceline.train.run import Run
 
 
-class Probe:
-    """Callback on every rank that sees every step and may end the run. Subclass it and override what you need.
+class Probe(Duty):
+    """Duty of every rank that sees every step and may end the run. Subclass it and override what you need.
 
-    A trainer with a probe trains the first stage over and over, until `steps` are done or the probe has seen enough;
-    its settings should keep nothing: see `unkept`.
+    A run with a probe trains the first stage over and over, until `steps` are done or the probe has seen enough; its
+    settings should keep nothing: see `unkept`.
     """
 
     schedule: Callable[[int], float] | None = None
@@ -28,15 +27,22 @@ class Probe:
     is_over: bool = False
     """Set to True to leave after the current step; on all ranks in the same step."""
 
-    def stages(self, stages: Sequence[Stage]) -> list[Stage]:
-        """Return the stages to train instead of the task's."""
-        return [replace(stages[0], epochs=None)]
+    def next_due(self, position: Position) -> int:
+        return position.num_steps + 1
 
-    def begin(self, trainer: Trainer, feed: Feed) -> None:
-        """Called before the first step of a stage, when everything is set up."""
+    def is_due(self, position: Position, moment: Moment) -> bool:
+        return True
 
-    def after_step(self, step: Step, grains: list[Grain]) -> None:
-        """Called after each update, with this rank's grains."""
+    def needs_sync(self, moment: Moment) -> bool:
+        return False
+
+    def after_step(self, num_steps: int, grains: Sequence[Grain]) -> None:
+        """Called after each update, with the number of steps done and this rank's grains."""
+
+    def attend(self, run: Run, moment: Moment) -> Outcome | None:
+        self.after_step(run.position.num_steps, moment.grains)
+        run.clock.lap("compute")
+        return Outcome.MEASURED if self.is_over else None
 
 
 def unkept(config: TrainConfig, steps: int) -> TrainConfig:

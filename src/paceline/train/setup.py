@@ -19,20 +19,17 @@ from paceline.core.keys import key
 from paceline.core.language import said
 from paceline.core.run_folder import CHECKPOINTS, RunFolder
 from paceline.core.secrets import masked
-from paceline.data.grain import Grain
 from paceline.observe import loggers
 from paceline.observe.callback import Callback, checked
 from paceline.observe.forgiving import Forgiving
 from paceline.optim import build, larc
-from paceline.parallel.step import Step
 from paceline.speed.precision import Precision
 from paceline.train import exchange, rates
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.contents import RunValues
 from paceline.train.checkpoint.format import DIGESTS, STATE, listed
-from paceline.train.probe import Probe
 from paceline.train.stepper import Stepper
-from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task, overrides
+from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task
 from paceline.world.discover.plugin_launchers import BUILT_IN, plugin_of
 
 
@@ -231,20 +228,6 @@ def _bring_weights(path: Path) -> None:
         bring_parts(path, (STATE, DIGESTS))
     if not (path / STATE).is_file():
         bring_folder(path)
-
-
-def after_step(task: Task, probe: Probe | None) -> Callable[[torch.nn.Module, Step, list[Grain]], None] | None:
-    """Return the hooks that follow a step as one, None if there are none: the task's, then the probe's."""
-    hook = task.after_step if overrides(task, "after_step") else None
-    if probe is None:
-        return hook
-
-    def both(model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:
-        if hook is not None:
-            hook(model, step, grains)
-        probe.after_step(step, grains)
-
-    return both
 
 
 def callbacks(

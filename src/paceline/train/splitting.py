@@ -15,16 +15,28 @@ from typing import Any
 import torch
 
 from paceline.config.settings import TrainConfig
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import PacelineError, TaskContract, first_line
 from paceline.core.terminal import tell
 from paceline.core.together import Exclusion
 from paceline.core.units import counted
-from paceline.lab.tune.process import kind_of
 from paceline.observe.callback import Callback
+from paceline.train.loop import train
 from paceline.train.loss import OutOfMemory
+from paceline.train.result import Result
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Result, Trainer
+from paceline.world.failure.together import is_broken_link
 from paceline.world.link import Link
+
+_ALLOCATION = (
+    "DefaultCPUAllocator",
+    "out of memory",
+    "OUT_OF_MEMORY",
+    "ALLOC_FAILED",
+    "Cannot allocate memory",
+    "unable to mmap",
+)
+"""Words of errors that an allocator raises as a plain `RuntimeError`."""
 
 
 class SplitNeedsOneRank(PacelineError):
@@ -43,21 +55,19 @@ class SplitNeedsOneRank(PacelineError):
     hint = "find the number of grains with `paceline tune TASK --procs {ranks} --knobs grains`, and set `--grains`"
 
 
-class TaskNotCopied(PacelineError):
-    """A task that cannot be put back to what it was before an attempt."""
-
-    name: str
-    why: str
-    sentence = "`split_on_oom` begins again with the task as it was, and its attribute `{name}` cannot be copied: {why}"
-    hint = "make locks, open files and connections in `train_data` or `model`, not in `__init__`; or set `--grains`"
-
-
 def next_cut(grains: int, num_samples: int, before: int | None) -> int | None:
     """Return the number of grains to try after one of `num_samples` did not fit; None if no smaller one is to be had.
 
     `before` is the size of the grain that did not fit the last time: a cut that left it as it was is the last.
     """
     return 2 * grains if num_samples > 1 and (before is None or num_samples < before) else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if memory ran out in this process; a CPU has no error of its own for it."""
+    if isinstance(error, OutOfMemory | torch.OutOfMemoryError | MemoryError):
+        return True
+    return not is_broken_link(error) and any(words in str(error) for words in _ALLOCATION)
 
 
 def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback]) -> Result:
@@ -89,7 +99,12 @@ def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
         try:
             copies[name] = copy.deepcopy(value, memo)
         except Exception as error:  # whatever an object of the user's raises
-            raise TaskNotCopied(name, first_line(error)) from error
+            raise TaskContract(
+                f"`split_on_oom` begins again with the task as it was, and its attribute `{name}` cannot be copied: "
+                f"{first_line(error)}",
+                hint="make locks, open files and connections in `train_data` or `model`, not in `__init__`; or set "
+                "`--grains`",
+            ) from error
     return copies
 
 
@@ -108,28 +123,28 @@ class _Cut:
 def _attempt(
     task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback], too_large: int | None
 ) -> Result | _Cut:
-    trainer = Trainer(task, config, link, watchers)
+    run = open_run(task, config, link, watchers)
     try:
-        result = trainer.fit()
+        result = train(run)
     except OutOfMemory as error:
         if error.num_grains is None:  # in validation, whose batches have a setting of their own
             raise
-        return _cut(trainer, error, error.num_samples, too_large)
-    except (RuntimeError, MemoryError) as error:  # a CPU has no error of its own for it
-        if kind_of(error) != "memory":
+        return _cut(run, error, error.num_samples, too_large)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        samples = trainer.config.max_samples // trainer.resume.grains
-        return _cut(trainer, error, samples, too_large)
-    return replace(result, model=trainer.give_model())
+        samples = run.config.max_samples // run.resume.grains
+        return _cut(run, error, samples, too_large)
+    return replace(result, model=run.give_model())
 
 
-def _cut(trainer: Trainer, error: BaseException, num_samples: int, too_large: int | None) -> _Cut:
+def _cut(run: Run, error: BaseException, num_samples: int, too_large: int | None) -> _Cut:
     """Return how to go on; raises the error if there is no way."""
-    before = trainer.resume.grains
+    before = run.resume.grains
     after = next_cut(before, num_samples, too_large)
     if after is None:
         raise error
-    saved, _ = trainer.checkpoints.ends()
+    saved, _ = run.checkpoints.ends()
     where = "from the beginning" if saved is None else f"from {saved.name}"
     meaning = "" if saved is None else " from there on"
     return _Cut(

@@ -1,56 +1,30 @@
-"""Survivors of a lost rank go on: training in rounds, each with the ranks that are there.
-
-A round that breaks, or that somebody waits to join, is left as a whole: its trainer, task, model and process group are
-given up, and the next one is built by the ranks that are there, as a resumed run is. What it resumes from is the copy
-in memory (`checkpoint/memory.py`), or the newest checkpoint where a copy cannot be had.
-"""
+"""Replica of a run in memory, from which the survivors of a lost rank continue, and what the loss of a rank costs."""
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from torch.distributed import DistError
-
-from paceline.config.compared import shared_settings
 from paceline.config.settings import TrainConfig
-from paceline.core.run_folder import RunFolder
-from paceline.core.terminal import warn
 from paceline.core.units import counted
 from paceline.observe.records import RanksRecord
-from paceline.train.checkpoint.memory import Copies, MemoryState, save_alone, steps_between
-from paceline.train.checkpoint.mirror import MirroredState
-from paceline.train.scaling import for_ranks
-from paceline.world.consistency import installation
-from paceline.world.discover.environment import World
-from paceline.world.failure.board import EXIT_CRASH
-from paceline.world.failure.together import is_broken_link
-from paceline.world.failure.watchdog import exit_now
+from paceline.train.checkpoint.memory import Copies, steps_between
+from paceline.train.due import Outcome
+from paceline.train.duties import NEVER, Duty, Moment
+from paceline.train.position import Position
+from paceline.world.link import Link
 from paceline.world.parent_process import is_orphan
 from paceline.world.rounds import Round, Rounds
-from paceline.world.signals import STOP_SIGNALS, handled
-from paceline.world.start import from_settings, leave_group
-from paceline.world.store import is_refusal, poll
+from paceline.world.store import poll
 
 if TYPE_CHECKING:
-    from paceline.train.trainer import Result, Trainer
-    from paceline.world.link import Link
+    from paceline.train.run import Run
 
 # How long a process that was asked to stop looks whether it is an orphan.
 _ORPHAN_S = 0.2
 _FIRST_COPY = 1
-"""Steps before the first copy, which measures what one costs."""
-
-
-class Regroup(Exception):
-    """All ranks leave the round after the same step, because somebody waits to join."""
-
+"""Steps before the first replica, which measures what one costs."""
 
 CopyKind = Literal["whole", "pieces", "averages", "none"]
 """What of the run's state is kept in memory, for survivors to go on from."""
@@ -103,10 +77,6 @@ def _how_to_mirror(config: TrainConfig) -> str:
     return "; `--mirror` keeps copies in memory"
 
 
-def _room_for(config: TrainConfig) -> Copies:
-    return MirroredState() if copy_kind(config) == "pieces" else MemoryState()
-
-
 def is_cut_loose(node: int) -> bool:
     """Return True if the launcher of this process is dead, and is not that of node 0.
 
@@ -116,8 +86,8 @@ def is_cut_loose(node: int) -> bool:
 
 
 @dataclass
-class Survival:
-    """A round as its trainer sees it."""
+class Survival(Duty):
+    """A round as its run sees it, and the duty to replicate the state of the run in the memory of every rank."""
 
     rounds: Rounds
     round: Round
@@ -126,30 +96,56 @@ class Survival:
     newest_step: int = 0
     """Steps that this process had done in the round before."""
     due_at: int = 0
-    """Number of steps at which the next copy is due."""
+    """Number of steps at which the next replica is due."""
     _copied_at: tuple[int, float] = (0, 0.0)
     _agree_s: float = 0.0
-    """Seconds that it took the last time to agree on the next copy."""
+    """Seconds that it took the last time to agree on the next replica."""
 
     @property
     def is_renewed(self) -> bool:
-        """True if copies are taken from time to time: a rank that is alone takes one when somebody waits to join."""
+        """True if replicas are taken at intervals; a rank that is alone takes one only when another process joins."""
         return self.has_copies and len(self.round.members) > 1
 
-    def begin(self, num_steps: int) -> None:
+    def open(self, run: Run) -> None:
+        """Tell the user and the journal which ranks are in the round."""
+        num_steps = run.stepper.num_steps
+        for line in self.lines(num_steps):
+            run.progress.say(line)
+        run.log.ranks(self.record(num_steps, run.position.epoch + 1))
+        self.start(num_steps)
+
+    def start(self, num_steps: int) -> None:
         """Begin to train after `num_steps` steps."""
-        self.due_at = num_steps + _FIRST_COPY if self.is_renewed else -1
+        self.due_at = num_steps + _FIRST_COPY if self.is_renewed else NEVER
         self._copied_at = (num_steps, time.monotonic())
 
-    def is_due(self, num_steps: int) -> bool:
-        return self.is_renewed and num_steps >= self.due_at
+    def next_due(self, position: Position) -> int:
+        return self.due_at if self.is_renewed else NEVER
 
-    def next_due(self, others: int) -> int:
-        """Return the number of steps at which something is due, the copy or what is due otherwise."""
-        return min(others, self.due_at) if self.is_renewed else others
+    def is_due(self, position: Position, moment: Moment) -> bool:
+        return moment.is_together and (moment.regroups or self.next_due(position) <= position.num_steps)
+
+    def needs_sync(self, moment: Moment) -> bool:
+        return False
+
+    def attend(self, run: Run, moment: Moment) -> Outcome | None:
+        self.replicate(run)  # after all that is due: a round that continues from here does not come to it again
+        return Outcome.REGROUP if moment.regroups else None
+
+    def replicate(self, run: Run) -> None:
+        """Copy the state of the run into the memory of every rank, if ranks may be lost and each has all of it."""
+        if not self.has_copies:
+            return
+        run.clock.lap("other")
+        began = time.monotonic()
+        run.log.flush()
+        run.keep_first_loss()
+        run.checkpoints.remember(run.state(), self.memory)
+        self.agree(run.stepper.num_steps, time.monotonic() - began, run.link)
+        run.clock.lap("checkpoint")
 
     def agree(self, num_steps: int, copy_s: float, link: Link) -> None:
-        """Agree on when the next copy is due, from the time that this one and the steps before it took."""
+        """Agree on when the next replica is due, from the time that this one and the steps before it took."""
         steps, began = self._copied_at
         now = time.monotonic()
         copy_s += self._agree_s
@@ -202,109 +198,3 @@ class Survival:
             seconds=round(self.seconds, 3) if self.round.number else 0.0,
             repeated=max(0, self.newest_step - num_steps) if self.round.number else 0,
         )
-
-
-def train_in_rounds(
-    config: TrainConfig,
-    rounds: Rounds,
-    make_trainer: Callable[[TrainConfig, Link, Survival], Trainer],
-    code: Mapping[str, str],
-) -> Result:
-    """Train to the end, in as many rounds as it takes. `make_trainer` builds a new task each time.
-
-    `code` are digests of the task's files: a process that joins with other code, settings or versions is refused.
-    """
-    facts = shared_settings(config.model_copy(update={"resume": "auto"})) | installation()
-    rounds.compare(facts | {f"code of {name}": digest for name, digest in code.items()})
-    job = _Job(config, rounds, make_trainer)
-    gc.freeze()  # modules, which are many: the collections between rounds need not look at them
-    result: Result | None = None
-    with rounds, handled(STOP_SIGNALS, job.note_stop, lambda: result is not None and result.status == "stopped"):
-        while True:
-            result = job.train_round()
-            if result is not None:
-                return result
-            gc.collect()  # models and optimizers of the round before, before the next ones are made
-
-
-class _Job:
-    """This process, from round to round."""
-
-    def __init__(
-        self, config: TrainConfig, rounds: Rounds, make_trainer: Callable[[TrainConfig, Link, Survival], Trainer]
-    ) -> None:
-        self._config, self._rounds, self._make_trainer = config, rounds, make_trainer
-        self._memory = _room_for(config)
-        self._newest_step = 0
-        self._is_asked = False
-
-    def note_stop(self, number: int, frame: FrameType | None) -> None:
-        """Remember a stop signal that comes between rounds."""
-        if is_cut_loose(self._rounds.node):
-            os._exit(EXIT_CRASH)  # see `Survival.is_cut_loose`
-        self._is_asked = self._rounds.is_leaving = True
-        if number == signal.SIGINT and self._rounds.round is None:
-            raise KeyboardInterrupt
-
-    def train_round(self) -> Result | None:
-        """Train in the next round; return the result, or None if the round ended before the run."""
-        round_, world = self._next()
-        link: Link | None = None
-        try:
-            config = self._of_round(round_)
-            link = from_settings(config, world, self._rounds.check)
-            result = self._train(config, round_, link)
-            link.close()
-            return result
-        except Regroup:
-            pass
-        except Exception as error:
-            if not is_broken_link(error):
-                raise
-        if link is not None:
-            link.abandon()
-        else:
-            leave_group()
-        return None
-
-    def _next(self) -> tuple[Round, World]:
-        """Leave the round and wait for the next one. Without the launcher of node 0 there is none: save, and end."""
-        holds = None if needs_all(self._config) else self._memory.step
-        try:
-            return self._rounds.next(holds, needs_all=needs_all(self._config))
-        except DistError as error:
-            if self._rounds.round is None:
-                warn("the launcher of node 0 is gone, before this process had joined\n")
-                exit_now(EXIT_CRASH)
-            saved = save_alone(self._memory, self._config, is_certain=is_refusal(error))
-            if saved is not None:
-                warn(f"the launcher of node 0 is gone: saved after step {saved}; `--resume auto` goes on\n")
-            exit_now(EXIT_CRASH)
-
-    def _train(self, config: TrainConfig, round_: Round, link: Link) -> Result:
-        memory = self._memory
-        copies = copy_kind(config) != "none"
-        if not (copies and round_.holders):
-            memory.forget()
-        memory.share(link, round_.holders if copies else ())
-        survival = Survival(self._rounds, round_, memory, copies, self._newest_step)
-        trainer = self._make_trainer(config, link, survival)
-        if not survival.is_renewed:
-            memory.forget()
-        self._rounds.follow(trainer)
-        if self._is_asked or round_.stops:
-            trainer.ask_to_stop()
-        try:
-            return trainer.fit()
-        finally:
-            self._rounds.follow(None)
-            self._is_asked = self._is_asked or trainer.is_asked_to_stop
-            self._newest_step = trainer.stepper.num_steps
-
-    def _of_round(self, round_: Round) -> TrainConfig:
-        """Return the settings that the run began with, whatever the number of ranks is now."""
-        config, _ = for_ranks(self._config, round_.first_size)
-        is_begun = config.out is not None and RunFolder(config.out).is_run
-        if round_.number > 0 and (is_begun or config.resume == "no"):
-            config = config.model_copy(update={"resume": "auto"})
-        return config

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.report.runs import ReportedRun, read_run
+from paceline.train.loop import train
 from paceline.world.link import Link
 from tests.observe.report.written import epoch, step, usual, write_run
-from tests.train.small import SmallTask, trainer
+from tests.train.small import SmallTask, opened
 
 __all__ = ["epoch", "made", "step", "train_on_ranks", "usual", "write_run"]
 
@@ -20,4 +21,4 @@ def made(tmp_path: Path, records: list[dict[str, Any]] | None = None, name: str 
 
 def train_on_ranks(link: Link, out: Path) -> None:
     """A real run; `run_ranks` calls it."""
-    trainer(SmallTask(), out, link, epochs=3, grains=2, profile="2:5", progress="none", loggers=()).fit()
+    train(opened(SmallTask(), out, link, epochs=3, grains=2, profile="2:5", progress="none", loggers=()))

@@ -23,11 +23,12 @@ from paceline.observe.timeline.recorder import (
     trace,
     window,
 )
+from paceline.train.loop import train
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
 from tests.ranks import run_ranks
-from tests.train.small import SmallTask, alone, assert_same, trainer, weights
+from tests.train.small import SmallTask, alone, assert_same, opened, weights
 
 SLACK_US = 1000.0
 """torch's clock and ours are read one after the other: a process may lose its core between the two."""
@@ -53,8 +54,8 @@ def test_what_is_no_range_is_refused(text: str) -> None:
 
 
 def profiled(link: Link, out: Path, settings: dict[str, Any]) -> list[float]:
-    trained = trainer(SmallTask(), out, link, epochs=3, progress="none", loggers=(), rank_logs=False, **settings)
-    trained.fit()
+    trained = opened(SmallTask(), out, link, epochs=3, progress="none", loggers=(), rank_logs=False, **settings)
+    train(trained)
     assert not trained.clock.is_followed
     return [float(value) for tensor in weights(trained).values() for value in tensor.flatten()]
 
@@ -155,11 +156,11 @@ def test_ranks_that_step_apart_are_recorded_too(apart: Path) -> None:
 
 def fit_said(out: Path, **settings: Any) -> list[str]:
     said: list[str] = []
-    trained = trainer(SmallTask(), out, epochs=2, progress="none", loggers=(), **settings)
+    trained = opened(SmallTask(), out, epochs=2, progress="none", loggers=(), **settings)
     trained.progress.say = said.append  # type: ignore[method-assign]
     assert isinstance(trained.timeline, Timeline)
     trained.timeline._say = said.append
-    trained.fit()
+    train(trained)
     return said
 
 
@@ -186,7 +187,7 @@ class Unlucky(SmallTask):
 
 def test_after_a_failure_the_next_run_can_be_recorded(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
-        trainer(Unlucky(), tmp_path / "a", epochs=2, profile="2:5", progress="none", loggers=()).fit()
+        train(opened(Unlucky(), tmp_path / "a", epochs=2, profile="2:5", progress="none", loggers=()))
     assert not (tmp_path / "a" / "profile").exists()
     fit_said(tmp_path / "b", profile="2:5")
     assert (tmp_path / "b" / "profile" / "steps-2-4.json.gz").exists()
@@ -198,10 +199,10 @@ def test_a_timeline_that_cannot_be_written_is_said_and_training_goes_on(tmp_path
             (tmp_path / "a" / "profile").touch()  # where the folder should be
 
     said: list[str] = []
-    trained = trainer(Full(), tmp_path / "a", epochs=2, profile="2:5", progress="none", loggers=())
+    trained = opened(Full(), tmp_path / "a", epochs=2, profile="2:5", progress="none", loggers=())
     assert isinstance(trained.timeline, Timeline)
     trained.timeline._say = said.append
-    assert trained.fit().status == "finished"
+    assert train(trained).status == "finished"
     (line,) = said
     assert line.startswith("the timeline could not be written: ")
 
@@ -214,7 +215,7 @@ class Stopped(SmallTask):
 
 def test_a_run_that_is_stopped_keeps_what_was_recorded(tmp_path: Path) -> None:
     assert (
-        trainer(Stopped(), tmp_path / "a", epochs=2, profile="2:6", progress="none", loggers=()).fit().status
+        train(opened(Stopped(), tmp_path / "a", epochs=2, profile="2:6", progress="none", loggers=())).status
         == "stopped"
     )
     (file,) = (tmp_path / "a" / "profile").iterdir()
@@ -223,24 +224,24 @@ def test_a_run_that_is_stopped_keeps_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_says_that_the_steps_are_past(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(SmallTask(), tmp_path / "a", epochs=1, progress="none", loggers=()).fit()
+    train(opened(SmallTask(), tmp_path / "a", epochs=1, progress="none", loggers=()))
     more = {"epochs": 2, "resume": "auto", "allow_change": True, "progress": "none", "loggers": ()}
-    trainer(SmallTask(), tmp_path / "a", profile="0:2", **more).fit()
+    train(opened(SmallTask(), tmp_path / "a", profile="0:2", **more))
     said = "`profile`: steps 0 to 1 are done already, nothing is recorded: `--profile auto`"
     assert said in capsys.readouterr().out.splitlines()
     assert not (tmp_path / "a" / "profile").exists()
 
 
 def test_without_a_run_folder_it_has_no_effect_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    trained = trainer(SmallTask(), None, epochs=1, profile="0:2", profile_ranks=(0,), loggers=())
+    trained = opened(SmallTask(), None, epochs=1, profile="0:2", profile_ranks=(0,), loggers=())
     assert isinstance(trained.timeline, Off)
-    trained.fit()
+    train(trained)
     assert "`profile` has no effect without a run folder" in capsys.readouterr().out
 
 
 def test_a_rank_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(NoSuchRank, match="ranks of this run are 0 to 0"):
-        trainer(SmallTask(), tmp_path / "a", epochs=1, profile="0:2", profile_ranks=(3,))
+        opened(SmallTask(), tmp_path / "a", epochs=1, profile="0:2", profile_ranks=(3,))
     assert not (tmp_path / "a").exists()
 
 
@@ -250,10 +251,10 @@ def test_off_leaves_the_batches_alone() -> None:
 
 
 def test_the_model_is_the_same_whether_or_not_it_is_looked_at(tmp_path: Path) -> None:
-    looked = trainer(SmallTask(), tmp_path / "a", alone(), epochs=2, profile="1:3", progress="none", loggers=())
-    other = trainer(SmallTask(), tmp_path / "b", alone(), epochs=2, progress="none", loggers=())
-    looked.fit()
-    other.fit()
+    looked = opened(SmallTask(), tmp_path / "a", alone(), epochs=2, profile="1:3", progress="none", loggers=())
+    other = opened(SmallTask(), tmp_path / "b", alone(), epochs=2, progress="none", loggers=())
+    train(looked)
+    train(other)
     assert_same(weights(looked), weights(other))
 
 

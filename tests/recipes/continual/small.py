@@ -11,7 +11,8 @@ import torch
 from paceline.observe.journal import read
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.task import Continual
-from paceline.train.trainer import Trainer
+from paceline.train import loop
+from paceline.train.run import open_run
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -48,7 +49,7 @@ def train(link: Link, settings: dict[str, Any], folder: str | None = None) -> di
     config = ContinualSettings(**{**MLP, **settings, "out": out})
     task = Watched()
     task.seen = []
-    trainer = Trainer(task, config, link)
+    trainer = open_run(task, config, link)
     losses: list[float] = []
     step = trainer.stepper.step
 
@@ -58,7 +59,7 @@ def train(link: Link, settings: dict[str, Any], folder: str | None = None) -> di
         return done
 
     trainer.stepper.step = noted  # type: ignore[method-assign]
-    trainer.fit()
+    loop.train(trainer)
     buffer = None if task.buffer is None else task.buffer.state()
     seen = [(digest, link.gather_objects(drawn)) for digest, drawn in task.seen]
     return {

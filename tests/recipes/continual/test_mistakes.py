@@ -13,7 +13,7 @@ from paceline.core.errors import PacelineError
 from paceline.recipes.continual.method import Method
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.task import Continual, NotDistributed
-from paceline.train.trainer import Trainer
+from paceline.train.run import Run, open_run
 from paceline.world.link import Link
 from tests.ranks import ranks
 from tests.recipes.continual.small import MLP, alone
@@ -85,10 +85,10 @@ class Selfish(Method):
     why_not = "it compares each example with the one before it"
 
 
-def own_method(link: Link, method: type[Method]) -> Trainer:
+def own_method(link: Link, method: type[Method]) -> Run:
     task = Continual()
     config = ContinualSettings(**{**MLP, "method": f"{__file__}:{method.__name__}"})
-    return Trainer(task, config, link)
+    return open_run(task, config, link)
 
 
 @ranks(2)

@@ -16,8 +16,9 @@ from paceline.observe.journal import read
 from paceline.recipes.continual.methods import METHODS
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.task import Continual
+from paceline.train import loop
 from paceline.train.checkpoint import reader as restore
-from paceline.train.trainer import Trainer
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.crash import KILLED, run_until_death
 from tests.ranks import run_ranks
@@ -112,7 +113,7 @@ def live(link: Link, folder: str, settings: dict[str, Any], die_at: int | None) 
     )
     task = Mortal()
     task.die_at = die_at
-    Trainer(task, config, link).fit()
+    loop.train(open_run(task, config, link))
 
 
 @pytest.mark.parametrize(

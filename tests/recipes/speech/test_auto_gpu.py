@@ -13,7 +13,7 @@ from paceline.speed import compile_kernels as compiling
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.train.autotune import timing
-from paceline.train.trainer import Trainer
+from paceline.train.run import Run, open_run
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -39,7 +39,7 @@ def gpu() -> Link:
     return start(discover({}), device="cuda")
 
 
-def run(folder: Path, out: str, **changes: Any) -> Trainer:
+def run(folder: Path, out: str, **changes: Any) -> Run:
     plain = {"network": NETWORK, "device": "cuda", "out": folder / out, "epochs": 4, "grains": 1, "progress": "lines"}
     return train(settings(folder, **{**plain, **changes}), gpu())
 
@@ -74,8 +74,8 @@ def test_fp16_from_graphs_is_fp16_without(tmp_path: Path, name: Any) -> None:
 
 def test_a_dry_run_compiles_what_a_step_launches(tmp_path: Path) -> None:
     """All that the real step asks for is in Triton's cache by then; and nothing was launched."""
-    made = Trainer(task(), settings(tmp_path, network=NETWORK, device="cuda", grains=1), gpu())
-    feed = made._feed(0, made.stages[0])
+    made = open_run(task(), settings(tmp_path, network=NETWORK, device="cuda", grains=1), gpu())
+    feed = made.begin_stage(0)
     grains = list(feed.read([(0, 0)]))
     workload = timing.Workload(made.task, made.config, made.link, made.stepper.model, grains)
     ways = [way for way in (Candidate(2, kernels=True),) if compiling.can_run_dry()]

@@ -17,8 +17,9 @@ from paceline.recipes.speech.data.inputs import InputsUnreadable
 from paceline.recipes.speech.exchange.export import write_export
 from paceline.recipes.speech.recognizer import NotSpeech, Recognizer, _batches
 from paceline.train import apply
+from paceline.train.loop import train
 from tests.recipes.speech import tiny
-from tests.train.small import SmallTask, alone, trainer
+from tests.train.small import SmallTask, alone, opened
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_an_exported_folder_hears_the_same(folder: Path, tmp_path: Path, recogni
 
 
 def test_a_run_of_another_task_and_no_run_are_refused(tmp_path: Path) -> None:
-    trainer(SmallTask(), tmp_path / "small", epochs=1).fit()
+    train(opened(SmallTask(), tmp_path / "small", epochs=1))
     with pytest.raises(NotSpeech, match="is a run of the task SmallTask"):
         paceline.asr.load(tmp_path / "small")
     with pytest.raises(PacelineError, match="there is no such folder"):

@@ -22,11 +22,12 @@ from paceline.recipes.speech.data.corpus import BAD_DATA
 from paceline.recipes.speech.network.config import read_network
 from paceline.recipes.speech.network.model import AcousticModel
 from paceline.recipes.speech.word_errors.file import ERRORS
+from paceline.train import loop
 from paceline.train.checkpoint.format import listed
 from paceline.train.resume import SettingsChanged
+from paceline.train.run import open_run
 from paceline.train.summary import data_facts
 from paceline.train.task import Surroundings
-from paceline.train.trainer import Trainer
 from paceline.train.validate import fixed_set
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -267,9 +268,9 @@ def train_unsound(link: Link, folder: Path) -> list[str]:
     out = folder / f"run-{link.world.size}"
     task, said = tiny.task(), list[str]()
     config = tiny.settings(folder, out=out, bad_data="skip", precision="fp64", epochs=2, **sets)
-    trainer = Trainer(task, config, link)
+    trainer = open_run(task, config, link)
     task.attach(Surroundings(config, link, said.append))
-    trainer.fit()
+    loop.train(trainer)
     return said
 
 
@@ -310,8 +311,8 @@ class Lengths(list[float]):
 def test_hours_are_those_of_the_manifest_whatever_the_speed(data: Path) -> None:
     hours = sum(line["duration"] for line in tiny.lines_of(data / "train.json")) / 3600
     for changes in ({}, {"speed_range": (0.5, 1.5)}):
-        trainer = Trainer(tiny.task(), tiny.settings(data, **changes), alone())
-        feed = trainer._feed(0, trainer.stages[0])
+        trainer = open_run(tiny.task(), tiny.settings(data, **changes), alone())
+        feed = trainer.begin_stage(0)
         facts = data_facts(feed, 0, "seconds")
         assert facts.total_length == pytest.approx(3600 * hours)
         assert float(feed.lengths.sum()) == pytest.approx(3600 * hours * (2 if changes else 1))
@@ -323,7 +324,7 @@ def test_batches_of_long_recordings_are_small_unless_told_otherwise(data: Path) 
     padded = {}
     for name, value in (("global_batch", 4000), ("eval_batch", 150), ("batch_cost", 2400.0)):
         config = tiny.settings(data, **{"global_batch": 4000, name: value})
-        trainer = Trainer(tiny.task(), config, alone())
+        trainer = open_run(tiny.task(), config, alone())
         plan = fixed_set(trainer.task, trainer.stepper, config, 4, "recordings", recordings).plan
         batches = [recordings.lengths[plan.batch(step)] for step in range(plan.num_steps)]
         assert sum(map(len, batches)) == 204

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from paceline.observe.journal import read
 from paceline.recipes.speech.settings import AsrSettings
 from paceline.recipes.speech.task import Asr
-from paceline.train.trainer import Trainer
+from paceline.train import loop
+from paceline.train.run import Run, open_run
 from paceline.world.link import Link
 from tests.train.small import alone
 
@@ -111,9 +112,9 @@ def settings(folder: Path, **changes: Any) -> AsrSettings:
     return AsrSettings(**{**plain, **changes})
 
 
-def train(config: AsrSettings, link: Link | None = None) -> Trainer:
-    trained = Trainer(task(), config, link or alone())
-    trained.fit()
+def train(config: AsrSettings, link: Link | None = None) -> Run:
+    trained = open_run(task(), config, link or alone())
+    loop.train(trained)
     return trained
 
 

@@ -18,8 +18,9 @@ from paceline.recipes.translation.network.scores import smoothed_loss
 from paceline.recipes.translation.settings import TranslationSettings
 from paceline.recipes.translation.task import Translation
 from paceline.recipes.translation.text.vocabulary import FILE, PAD
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.train.task import Surroundings
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.recipes.translation import toy
@@ -64,8 +65,8 @@ def trained(link: Link, data: Path, out: Path, changes: dict[str, Any]) -> tuple
     settings = {"epochs": 2, "log_every": 1, "workers": 0, "out": out / str(link.world.size), **changes}
     task = Translation()
     task.spec = "translation"
-    trainer = Trainer(task, TranslationSettings(**toy.settings(data, **settings)), link)
-    trainer.fit()
+    trainer = open_run(task, TranslationSettings(**toy.settings(data, **settings)), link)
+    train(trainer)
     state = trainer.stepper.model.state_dict() if settings.get("shard", "none") == "none" else {}
     weights = {name: tensor.float().numpy().tobytes() for name, tensor in state.items()}
     return trainer.validation.metrics, weights
@@ -121,8 +122,8 @@ def test_it_learns_to_reverse(tmp_path: Path, model: str) -> None:
     task = Translation()
     changes = {"model": model, "width": 32, "steps": 60, "lr": 0.01, "out": tmp_path / "run", "dropout": 0.0}
     settings = TranslationSettings(**toy.settings(tmp_path, **changes, val_every_epochs=None))
-    trainer = Trainer(task, settings, alone())
-    trainer.fit()
+    trainer = open_run(task, settings, alone())
+    train(trainer)
     losses = losses_of(tmp_path / "run")
     assert losses[-1] < 0.75 * losses[0]
     (record,) = read(tmp_path / "run" / "metrics.jsonl", "validation")

@@ -23,15 +23,16 @@ from paceline.train.apply import restore_for_use
 from paceline.train.autotune import autotuner, shapes, timing
 from paceline.train.autotune.autotuner import is_asked, why_no_graphs
 from paceline.train.autotune.shapes import Ahead, Pick, covering, shapes_ahead
+from paceline.train.loop import train
 from paceline.train.loss import GraphsFailed
 from paceline.train.resume import SettingsChanged
+from paceline.train.run import Run
 from paceline.train.setup import few_shapes
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.speed.test_graphs import Again
-from tests.train.small import CPU, Recordable, SmallTask, alone, assert_same, trainer, weights
+from tests.train.small import CPU, Recordable, SmallTask, alone, assert_same, opened, weights
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 H200 = Capabilities("cuda", "an H200", bf16=True, tf32=True, fp16=True, compiler=False, generation=(9, 0))
@@ -62,9 +63,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, fails: dict[str, str] | None = None
     return tried
 
 
-def auto(task: Task, out: Path | None, link: Link | None = None, **settings: Any) -> Trainer:
-    made = trainer(task, out, link, **{"level": "auto", "steps": 4, **settings})
-    made.fit()
+def auto(task: Task, out: Path | None, link: Link | None = None, **settings: Any) -> Run:
+    made = opened(task, out, link, **{"level": "auto", "steps": 4, **settings})
+    train(made)
     return made
 
 
@@ -84,8 +85,8 @@ def test_the_fastest_known_way_is_taken_without_a_contest(
     assert "the task's kernels and CUDA graphs" in text
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["choice"]["way"] == {"level": 2, "kernels": True, "graphs": True}
-    plain = trainer(SmallTask(), None, level=2, steps=4)
-    plain.fit()
+    plain = opened(SmallTask(), None, level=2, steps=4)
+    train(plain)
     assert_same(weights(run), weights(plain))
 
 
@@ -132,7 +133,7 @@ def test_a_contest_on_this_machine_goes_before_the_table(
         "-O1": 1.0,
         "-O0": 4,
     }
-    trainer(Whole(), None, level=4, steps=1).fit()
+    train(opened(Whole(), None, level=4, steps=1))
     asked = len(times["asked"])
     run = auto(Whole(), None, steps=1)
     assert (tried, len(times["asked"])) == ([], asked)
@@ -155,7 +156,7 @@ def test_a_way_that_auto_took_does_not_stand_for_a_contest(
     }
     auto(Whole(), None, steps=1)
     assert not times["asked"]
-    trainer(Whole(), None, level=4, steps=1).fit()
+    train(opened(Whole(), None, level=4, steps=1))
     assert times["asked"]
 
 
@@ -191,8 +192,8 @@ def test_a_run_from_before_goes_on_as_it_began(tmp_path: Path, monkeypatch: pyte
     assert tried == []
     assert again.stepper.precision.name == "-O2"
     assert again.stepper.recorded is None
-    whole = trainer(SmallTask(), None, level=2, steps=6)
-    whole.fit()
+    whole = opened(SmallTask(), None, level=2, steps=6)
+    train(whole)
     assert_same(weights(again), weights(whole))
 
 

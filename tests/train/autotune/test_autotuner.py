@@ -20,12 +20,13 @@ from paceline.speed.precision import Capabilities
 from paceline.train.apply import restore_for_use
 from paceline.train.autotune import autotuner, timing
 from paceline.train.autotune.autotuner import precision_for_use, why_no_graphs, why_no_kernels
+from paceline.train.loop import train
 from paceline.train.loss import NonFiniteLoss
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.speed.test_graphs import Again
 from tests.train.ragged import RaggedTask
-from tests.train.small import BATCH, CPU, OLD_CPU, Recordable, SmallTask, alone, trainer, weights
+from tests.train.small import BATCH, CPU, OLD_CPU, Recordable, SmallTask, alone, opened, weights
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 GPU = Capabilities("cuda", "an H200", bf16=True, tf32=True, fp16=True, compiler=True)
@@ -51,10 +52,10 @@ def test_what_is_chosen_is_what_is_computed(
     tmp_path: Path, times: dict[str, Any], level: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0 if level == 2 else 4.0}
-    plain = trainer(SmallTask(), tmp_path / "plain", level=level, epochs=2)
-    plain.fit()
-    chosen = trainer(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
-    chosen.fit()
+    plain = opened(SmallTask(), tmp_path / "plain", level=level, epochs=2)
+    train(plain)
+    chosen = opened(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
+    train(chosen)
     assert chosen.stepper.precision.level == 4
     assert chosen.stepper.precision.autocast == plain.stepper.precision.autocast
     for name, tensor in weights(plain).items():
@@ -69,12 +70,12 @@ def test_what_is_chosen_is_what_is_computed(
 
 def test_the_machine_remembers(tmp_path: Path, times: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 4.0}
-    trainer(SmallTask(), tmp_path / "one", level=4, steps=1).fit()
+    train(opened(SmallTask(), tmp_path / "one", level=4, steps=1))
     assert times["asked"] == ["-O2", "-O0"]  # not -O1, which is -O0 where there is no TF32
-    trainer(SmallTask(), tmp_path / "two", level=4, steps=1).fit()
+    train(opened(SmallTask(), tmp_path / "two", level=4, steps=1))
     assert times["asked"] == ["-O2", "-O0"]  # not -O1, which is -O0 where there is no TF32
     assert "measured by an earlier run" in said(capsys)
-    trainer(SmallTask(), tmp_path / "three", level=4, steps=1, global_batch=BATCH // 2).fit()  # other shapes
+    train(opened(SmallTask(), tmp_path / "three", level=4, steps=1, global_batch=BATCH // 2))  # other shapes
     assert len(times["asked"]) == 4
 
 
@@ -96,10 +97,10 @@ def test_what_a_step_is_made_of_is_measured_apart(
     tmp_path: Path, times: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     times |= {"-O0": 2.0, "-O2": 4.0}
-    trainer(SmallTask(), None, level=4, steps=1).fit()
-    trainer(SmallTask(), None, level=4, steps=1, lr=0.01, seed=3, schedule="cosine").fit()  # of no account
+    train(opened(SmallTask(), None, level=4, steps=1))
+    train(opened(SmallTask(), None, level=4, steps=1, lr=0.01, seed=3, schedule="cosine"))  # of no account
     assert len(times["asked"]) == 2
-    trainer(SmallTask(), None, level=4, steps=1, **settings).fit()
+    train(opened(SmallTask(), None, level=4, steps=1, **settings))
     assert len(times["asked"]) == 4
 
 
@@ -111,7 +112,7 @@ def test_the_choice_is_written_before_the_first_step(tmp_path: Path, times: dict
             records.append(json.loads((tmp_path / "run/run.json").read_text()))
 
     times |= {"-O0": 1.0, "-O2": 2.0}
-    trainer(Looks(), tmp_path / "run", level=4, steps=2).fit()
+    train(opened(Looks(), tmp_path / "run", level=4, steps=2))
     assert [record["status"] for record in records] == ["running"] * 2
     assert records[0]["choice"]["way"]["level"] == 0
 
@@ -139,15 +140,15 @@ def stopped_and_resumed(link: Link, folder: str) -> None:
         patch.setenv("XDG_CACHE_HOME", f"{folder}-cache")
         patch.setattr(autotuner, "candidates", lambda *_, **__: [Candidate(2), Candidate(0)])
         task = Stops()
-        first = trainer(task, Path(folder), **settings)
+        first = opened(task, Path(folder), **settings)
         task.trainer = first if link.is_first else None
-        result = first.fit()
-        assert (result.status, result.num_steps, first.choice) == ("stopped", 0, None)
+        result = train(first)
+        assert (result.status, result.num_steps, first.stages.choice) == ("stopped", 0, None)
         assert task.autocasts == ({True} if link.is_first else set())  # -O0 was not measured
-        second = trainer(Stops(), Path(folder), resume="auto", **settings)
-        assert second.fit().num_steps == 4
-        assert second.choice is not None
-        assert set(second.choice.step_ms) == {"-O2", "-O0"}
+        second = opened(Stops(), Path(folder), resume="auto", **settings)
+        assert train(second).num_steps == 4
+        assert second.stages.choice is not None
+        assert set(second.stages.choice.step_ms) == {"-O2", "-O0"}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -165,10 +166,10 @@ class NanInBf16(SmallTask):
 
 
 def test_a_way_without_a_finite_loss_is_left_out(tmp_path: Path) -> None:
-    run = trainer(NanInBf16(), tmp_path / "run", level=4, steps=3)
-    run.fit()
-    assert run.choice is not None
-    assert run.choice.candidate == Candidate(0)
+    run = opened(NanInBf16(), tmp_path / "run", level=4, steps=3)
+    train(run)
+    assert run.stages.choice is not None
+    assert run.stages.choice.candidate == Candidate(0)
     assert any("-O2 cannot run here: NonFiniteLoss" in note for note in run.stepper.precision.notes)
 
 
@@ -177,19 +178,19 @@ def test_a_loss_that_is_never_finite_ends_the_run_as_ever(tmp_path: Path) -> Non
         hurts = ("bf16", "fp32")
 
     with pytest.raises(NonFiniteLoss):
-        trainer(Nan(), tmp_path / "run", level=4, steps=3).fit()
+        train(opened(Nan(), tmp_path / "run", level=4, steps=3))
 
 
 def test_measuring_leaves_the_run_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Really measured: the weights after it are those of a run of the chosen level."""
-    chosen = trainer(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
-    chosen.fit()
-    assert chosen.choice is not None
-    times = chosen.choice.step_ms
+    chosen = opened(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
+    train(chosen)
+    assert chosen.stages.choice is not None
+    times = chosen.stages.choice.step_ms
     assert set(times) == {"-O0", "-O2"}
-    assert times[chosen.choice.candidate.name] <= min(times.values()) * 1.0301  # rounded in the record
-    plain = trainer(SmallTask(), tmp_path / "plain", level=chosen.choice.candidate.level, epochs=2)
-    plain.fit()
+    assert times[chosen.stages.choice.candidate.name] <= min(times.values()) * 1.0301  # rounded in the record
+    plain = opened(SmallTask(), tmp_path / "plain", level=chosen.stages.choice.candidate.level, epochs=2)
+    train(plain)
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(chosen)[name]), name
 
@@ -200,8 +201,8 @@ def test_kernels_are_put_into_the_model_that_is_trained(
     monkeypatch.setattr(autotuner, "why_no_kernels", lambda *_: None)
     times |= {"-O2 + kernels": 1.0, "-O2": 2.0}
     Kernels.accelerated.clear()
-    run = trainer(Kernels(), tmp_path / "run", level=4, steps=4)
-    run.fit()
+    run = opened(Kernels(), tmp_path / "run", level=4, steps=4)
+    train(run)
     assert run.stepper.precision.kernels
     assert sum(model is run.stepper.model for model in Kernels.accelerated) == 1
     assert "without a kernel: head: it is too small" in said(capsys)
@@ -217,10 +218,10 @@ def test_kernels_that_fail_cost_only_themselves(
 ) -> None:
     monkeypatch.setattr(autotuner, "why_no_kernels", lambda *_: None)
     times |= {"-O2": 1.0}
-    run = trainer(Broken(), tmp_path / "run", level=4, steps=1)
-    run.fit()
-    assert run.choice.candidate.name == "-O2"
-    assert any(note.startswith("-O2 + kernels cannot run here") for note in run.choice.notes)
+    run = opened(Broken(), tmp_path / "run", level=4, steps=1)
+    train(run)
+    assert run.stages.choice.candidate.name == "-O2"
+    assert any(note.startswith("-O2 + kernels cannot run here") for note in run.stages.choice.notes)
 
 
 def test_a_choice_is_made_anew_for_other_kernels(
@@ -231,7 +232,7 @@ def test_a_choice_is_made_anew_for_other_kernels(
     known = "measured by an earlier run on this machine"
     for number, digest in enumerate(("one", "one", "other")):
         monkeypatch.setattr(autotuner, "_digest_of", lambda _, digest=digest: digest)
-        trainer(SmallTask(), tmp_path / str(number), level=4, steps=1).fit()
+        train(opened(SmallTask(), tmp_path / str(number), level=4, steps=1))
         assert (known in said(capsys)) == (number == 1)
 
 
@@ -247,10 +248,10 @@ def test_recorded_grains_give_the_losses_of_plain_ones(
     monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_: None)
     monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: Again())
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
-    recorded = trainer(Recordable(), tmp_path / "recorded", level=4, epochs=3, grains=grains, clip_norm=1.0)
-    recorded.fit()
-    plain = trainer(SmallTask(), tmp_path / "plain", level=2, epochs=3, grains=grains, clip_norm=1.0)
-    plain.fit()
+    recorded = opened(Recordable(), tmp_path / "recorded", level=4, epochs=3, grains=grains, clip_norm=1.0)
+    train(recorded)
+    plain = opened(SmallTask(), tmp_path / "plain", level=2, epochs=3, grains=grains, clip_norm=1.0)
+    train(plain)
     assert recorded.stepper.recorded is not None
     graphs = recorded.stepper.recorded.graphs
     assert (graphs.num_recorded, graphs.num_plain) == (2, 0)  # whole batches, and the last of each epoch: both warmed
@@ -291,8 +292,8 @@ def test_shapes_are_those_that_a_collate_function_pads_to(
     monkeypatch.setattr(autotuner, "MOST_GRAPHS", 6)
     monkeypatch.setattr(autotuner, "RECORDED_SHARE", 1.0)
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
-    run = trainer(RaggedInSevens(), None, level=4, epochs=1, global_batch=3, order="sorted")
-    run.fit()
+    run = opened(RaggedInSevens(), None, level=4, epochs=1, global_batch=3, order="sorted")
+    train(run)
     assert run.stepper.recorded is not None
     graphs = run.stepper.recorded.graphs
     assert (graphs.num_recorded, graphs.num_replayed, graphs.num_plain) == (6, 65, 0)
@@ -300,8 +301,8 @@ def test_shapes_are_those_that_a_collate_function_pads_to(
 
 def test_a_run_is_used_in_the_level_that_it_chose(tmp_path: Path, times: dict[str, Any]) -> None:
     times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0}
-    made = trainer(SmallTask(), tmp_path / "run", level=4, steps=3)
-    made.fit()
+    made = opened(SmallTask(), tmp_path / "run", level=4, steps=3)
+    train(made)
     checkpoint = tmp_path / "run/checkpoints/step-00000003"
     config = made.config.model_copy(update={"mode": "eval", "resume": checkpoint})
     engine = restore_for_use(SmallTask(), config, alone(), checkpoint)
@@ -326,10 +327,10 @@ def on_ranks(link: Link, folder: str, cache: str) -> tuple[list[str], dict[str, 
         patch.setattr(precision, "capabilities", lambda device: CPU)
         patch.setattr(timing, "step_seconds", measure)
         patch.setattr(timing, "in_turns", lambda ways, workload: {way: 1.0 + way.level for way in ways})
-        run = trainer(SmallTask(), Path(folder), link, level=4, epochs=2, grains=2)
-        run.fit()
-    assert run.choice is not None
-    return asked, run.choice.record(), weights(run)
+        run = opened(SmallTask(), Path(folder), link, level=4, epochs=2, grains=2)
+        train(run)
+    assert run.stages.choice is not None
+    return asked, run.stages.choice.record(), weights(run)
 
 
 def test_all_ranks_take_what_the_first_one_finds(tmp_path: Path) -> None:
@@ -338,8 +339,8 @@ def test_all_ranks_take_what_the_first_one_finds(tmp_path: Path) -> None:
     assert second[0] == []
     assert first[1] == second[1]
     assert first[1]["way"]["level"] == 0
-    plain = trainer(SmallTask(), None, level=0, epochs=2, grains=2)
-    plain.fit()
+    plain = opened(SmallTask(), None, level=0, epochs=2, grains=2)
+    train(plain)
     for name, tensor in weights(plain).items():
         assert torch.equal(first[2][name], second[2][name])
         assert torch.allclose(tensor, first[2][name], rtol=1e-5)
@@ -351,8 +352,8 @@ def test_iterable_data_is_not_measured(tmp_path: Path, times: dict[str, Any]) ->
             data = super().train_data()
             return (data[index] for index in range(len(data)))
 
-    run = trainer(Streamed(), tmp_path / "run", level=4, epochs=1)
-    run.fit()
+    run = opened(Streamed(), tmp_path / "run", level=4, epochs=1)
+    train(run)
     assert times["asked"] == []
     assert "not measured" in run.stepper.precision.notes[0]
 

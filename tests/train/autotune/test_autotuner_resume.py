@@ -14,20 +14,21 @@ from paceline.speed.precision import Capabilities
 from paceline.train.autotune import autotuner, timing
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import Run
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.speed.test_graphs import Again
-from tests.train.small import CPU, OLD_CPU, Recordable, SmallTask, assert_same, trainer, weights
+from tests.train.small import CPU, OLD_CPU, Recordable, SmallTask, assert_same, opened, weights
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_a_resumed_run_takes_its_own_choice(tmp_path: Path, times: dict[str, Any]) -> None:
     times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0}
-    whole = trainer(SmallTask(), tmp_path / "whole", level=4, steps=6)
-    whole.fit()
-    trainer(SmallTask(), tmp_path / "parts", level=4, steps=3).fit()
+    whole = opened(SmallTask(), tmp_path / "whole", level=4, steps=6)
+    train(whole)
+    train(opened(SmallTask(), tmp_path / "parts", level=4, steps=3))
     times["-O2"] = 9.0
     for file in (tmp_path / "cache/paceline/ways").iterdir():
         file.unlink()
@@ -35,8 +36,8 @@ def test_a_resumed_run_takes_its_own_choice(tmp_path: Path, times: dict[str, Any
     found = restore.newest(tmp_path / "parts/checkpoints").checkpoint
     assert found is not None
     assert found.state["choice"]["way"]["level"] == 2
-    again = trainer(SmallTask(), tmp_path / "parts", level=4, steps=6, resume="auto", allow_change=True)
-    again.fit()
+    again = opened(SmallTask(), tmp_path / "parts", level=4, steps=6, resume="auto", allow_change=True)
+    train(again)
     assert len(times["asked"]) == asked
     assert again.stepper.precision.autocast is torch.bfloat16
     for name, tensor in weights(whole).items():
@@ -46,11 +47,11 @@ def test_a_resumed_run_takes_its_own_choice(tmp_path: Path, times: dict[str, Any
 def test_the_record_of_a_finished_run_keeps_its_choice(tmp_path: Path, times: dict[str, Any]) -> None:
     times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0}
     for resume in ("no", "auto"):
-        trainer(SmallTask(), tmp_path / "run", level=4, steps=3, resume=resume).fit()
+        train(opened(SmallTask(), tmp_path / "run", level=4, steps=3, resume=resume))
         assert json.loads((tmp_path / "run/run.json").read_text())["choice"]["way"]["level"] == 2
 
 
-def optimizer_state(made: Trainer) -> dict[str, torch.Tensor]:
+def optimizer_state(made: Run) -> dict[str, torch.Tensor]:
     parts, _ = state.collect(made.stepper)
     return {**parts["optimizer"], **{f"scale {name}": tensor for name, tensor in parts["scale"].items()}}
 
@@ -78,16 +79,16 @@ def test_a_run_that_chooses_anew_goes_on_as_it_was(
     settings = {"optimizer": "adamw", "clip_norm": 1.0, **settings}
     times |= {"-O0": 2.0, "-O2": 1.0}
     for name in ("fastest", "plain"):
-        trainer(SmallTask(), tmp_path / name, level=before, steps=9, **settings).fit()
+        train(opened(SmallTask(), tmp_path / name, level=before, steps=9, **settings))
     monkeypatch.setattr(precision, "capabilities", lambda device: then)
     times |= {"-O0": 1.0, "-O2": 2.0}
     again = {"steps": 18, "resume": "auto", "allow_change": True, **settings}
     asked = len(times["asked"])
-    anew = trainer(SmallTask(), tmp_path / "fastest", level=4, **again)
-    anew.fit()
+    anew = opened(SmallTask(), tmp_path / "fastest", level=4, **again)
+    train(anew)
     assert len(times["asked"]) > asked
-    plain = trainer(SmallTask(), tmp_path / "plain", level=0, **again)
-    plain.fit()
+    plain = opened(SmallTask(), tmp_path / "plain", level=0, **again)
+    train(plain)
     found, expected = optimizer_state(anew), optimizer_state(plain)
     assert_same(found, expected)
     counts = [tensor for name, tensor in found.items() if name.endswith("step")]
@@ -110,9 +111,9 @@ def on_ranks_anew(link: Link, folder: str, cache: str) -> list[dict[str, torch.T
         patch.setattr(timing, "in_turns", lambda ways, workload: dict.fromkeys(ways, 1.0))
         for level in (4, 0):
             out = Path(folder) / str(level)
-            trainer(SmallTask(), out, link, level=0, steps=5, **settings).fit()
-            made = trainer(SmallTask(), out, link, level=level, steps=10, resume="auto", allow_change=True, **settings)
-            made.fit()
+            train(opened(SmallTask(), out, link, level=0, steps=5, **settings))
+            made = opened(SmallTask(), out, link, level=level, steps=10, resume="auto", allow_change=True, **settings)
+            train(made)
             velocities = made.stepper.prepared.strategy.state().common
             assert velocities
             found.append(
@@ -138,8 +139,8 @@ def test_graphs_that_cannot_be_had_now_may_be_later(
     for steps in (2, 4, 6):
         why = next(reasons)
         monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_, why=why: why)
-        run = trainer(Recordable(), tmp_path / "run", level=4, steps=steps, resume="auto", allow_change=True)
-        run.fit()
+        run = opened(Recordable(), tmp_path / "run", level=4, steps=steps, resume="auto", allow_change=True)
+        train(run)
         used.append(run.stepper.precision.graphs)
         assert json.loads((tmp_path / "run/run.json").read_text())["choice"]["way"]["graphs"]
         if why is not None:

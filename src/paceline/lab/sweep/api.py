@@ -33,7 +33,7 @@ from paceline.lab.sweep.space import Asked, Space, space_of
 from paceline.lab.sweep.study import PrunerName, SamplerName, Study, require_optuna
 from paceline.observe.report.page import PlotlyMissing
 from paceline.train.fit import fit
-from paceline.train.trainer import Result
+from paceline.train.result import Result
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -20,7 +20,7 @@ from paceline.lab.sweep.outcome import SweepResult, SweepTrial, TrialEnd, shown
 from paceline.lab.sweep.plan import Plan, result_of
 from paceline.lab.sweep.pruning import Pruning, Report
 from paceline.lab.sweep.study import Study, StudyTrial
-from paceline.train.trainer import Result
+from paceline.train.result import Result
 from paceline.world.parent_process import bound
 
 POLL_S = 0.1

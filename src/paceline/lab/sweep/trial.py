@@ -15,7 +15,7 @@ from paceline.lab.sweep.runner import train_trial
 from paceline.lab.sweep.study import StudyTrial, report_to
 from paceline.train.find_task import find_task, make_task
 from paceline.train.fit import fit
-from paceline.train.trainer import Result
+from paceline.train.result import Result
 from paceline.world.discover.environment import World, discover
 from paceline.world.failure.together import fail_together
 from paceline.world.launch.launcher import launch

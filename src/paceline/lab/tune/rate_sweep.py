@@ -9,9 +9,10 @@ from paceline.config.settings import TrainConfig
 from paceline.lab.tune.range_test import Divergence, Point, diverged_at, rate_at
 from paceline.observe.callback import Callback, Record
 from paceline.train.feed import Feed
+from paceline.train.loop import train
 from paceline.train.probe import Probe, unkept
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 
 
@@ -32,7 +33,7 @@ def sweep(
     # Every loss is read, and a step whose gradients are not finite is an answer, not a failure.
     update = {"log_every": 1, "max_skipped": max(steps, 1), "progress": "none"}
     sweeping = _Sweep(partial(rate_at, steps=steps, first=first, last=last), tell)
-    Trainer(task, unkept(config, steps).model_copy(update=update), link, [sweeping], probe=sweeping).fit()
+    train(open_run(task, unkept(config, steps).model_copy(update=update), link, [sweeping], probe=sweeping))
     return sweeping.points
 
 
@@ -53,8 +54,8 @@ class _Sweep(Probe, Callback):
         self._divergence = Divergence()
         self._tell = tell
 
-    def begin(self, trainer: Trainer, feed: Feed) -> None:
-        self._ask_to_stop = trainer.ask_to_stop
+    def begin(self, run: Run, feed: Feed) -> None:
+        self._ask_to_stop = run.ask_to_stop
 
     def step(self, records: list[Record]) -> None:
         self.points += [Point(record["lr"], record["loss"]) for record in records]

@@ -19,13 +19,13 @@ from paceline.data.grain import Grain
 from paceline.lab.tune.knobs import Facts, LevelFacts
 from paceline.lab.tune.search import Speed
 from paceline.observe.clock import computing_share, elapsed
-from paceline.parallel.step import Step
 from paceline.speed import precision
 from paceline.train import summary
 from paceline.train.feed import Feed
+from paceline.train.loop import train
 from paceline.train.probe import Probe, unkept
+from paceline.train.run import Run, open_run
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 
 LEAST_PARTS, NUM_PARTS = 3, 7
@@ -72,7 +72,7 @@ def trial(
     `pace`, it takes as many parts as that wants.
     """
     timing = _Timing(measure_s, tell, pace)
-    Trainer(task, unkept(config, _FOREVER), link, probe=timing).fit()
+    train(open_run(task, unkept(config, _FOREVER), link, probe=timing))
     if not timing.is_over or not timing.parts:
         raise TrialStopped
     ranks = link.gather_objects((timing.parts, timing.memory_bytes(), timing.seconds))
@@ -143,16 +143,16 @@ class _Timing(Probe):
             return torch.cuda.max_memory_reserved(self._link.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def begin(self, trainer: Trainer, feed: Feed) -> None:
-        self._link, self._clock, self._data = trainer.link, trainer.clock, feed
+    def begin(self, run: Run, feed: Feed) -> None:
+        self._link, self._clock, self._data = run.link, run.clock, feed
         if not feed.is_stream and feed.lengths is not None:
             self._lengths, self.mean_length = feed.lengths, float(feed.lengths.mean())
         data = summary.data_facts(feed, 0)
         if self._link.is_first:
-            self._tell(_facts(trainer, data, has_lengths=self.mean_length is not None))
+            self._tell(_facts(run, data, has_lengths=self.mean_length is not None))
         self._began = time.perf_counter()
 
-    def after_step(self, step: Step, grains: list[Grain]) -> None:
+    def after_step(self, num_steps: int, grains: Sequence[Grain]) -> None:
         if not self._per_part:
             self._warm_up()
             return
@@ -204,10 +204,10 @@ class _Timing(Probe):
         return self._began - began
 
 
-def _facts(trainer: Trainer, data: summary.DataFacts, *, has_lengths: bool) -> Facts:
-    link, config = trainer.link, trainer.config
+def _facts(run: Run, data: summary.DataFacts, *, has_lengths: bool) -> Facts:
+    link, config = run.link, run.config
     able = precision.capabilities(link.device)
-    now = trainer.stepper.precision
+    now = run.stepper.precision
     levels = []
     for level in config.possible_levels:
         try:
@@ -221,7 +221,7 @@ def _facts(trainer: Trainer, data: summary.DataFacts, *, has_lengths: bool) -> F
         ranks=link.world.size,
         cores=len(os.sched_getaffinity(0)),
         threads=link.threads,
-        grains=trainer.resume.grains,
+        grains=run.resume.grains,
         levels=tuple(levels),
         computes=_computes(now),
         compiles=now.compile,

@@ -1,7 +1,7 @@
 """How a training run computes its steps, where that is left open: with `-O4` candidates are measured before the first
 step; with `auto`, on a GPU, the fastest known one is taken. The choice is stored with the run.
 
-The autotuner gets values and returns a `Tuned`; the trainer applies it.
+The autotuner gets values and returns a `Tuned`; `Stages` applies it.
 """
 
 from __future__ import annotations

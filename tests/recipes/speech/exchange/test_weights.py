@@ -20,7 +20,7 @@ from paceline.recipes.speech.network.config import read_network
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.format import DIGESTS, STATE
 from paceline.train.checkpoint.snapshot import digest_of
-from paceline.train.trainer import Trainer
+from paceline.train.run import open_run
 from tests.recipes.speech import tiny
 from tests.recipes.speech.exchange import test_nemo as theirs
 from tests.train.small import alone
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(folder: Path, **changes: Any) -> dict[str, Tensor]:
     """The weights before the first step."""
-    trainer = Trainer(tiny.task(), tiny.settings(folder, **{"global_batch": 4, **changes}), alone())
+    trainer = open_run(tiny.task(), tiny.settings(folder, **{"global_batch": 4, **changes}), alone())
     return dict(trainer.stepper.model.state_dict())
 
 

@@ -23,7 +23,8 @@ from paceline.train.checkpoint import writer
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.writer import CheckpointFailed
 from paceline.train.evaluation import NotASet
-from paceline.train.trainer import Trainer
+from paceline.train.loop import train
+from paceline.train.run import open_run
 from paceline.train.validate import UnknownMonitor
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -40,11 +41,11 @@ from tests.train.small import (
     alone,
     assert_same,
     fresh_net,
+    opened,
     points,
     raw_steps,
     sgd,
     squares,
-    trainer,
     weights,
 )
 
@@ -58,8 +59,8 @@ from tests.train.small import (
 def test_ends_with_epochs_or_steps_as_a_plain_loop_does(
     tmp_path: Path, epochs: int | None, steps: int | None, expected: int
 ) -> None:
-    ours = trainer(SmallTask(), tmp_path / "run", epochs=epochs, steps=steps)
-    result = ours.fit()
+    ours = opened(SmallTask(), tmp_path / "run", epochs=epochs, steps=steps)
+    result = train(ours)
     model = fresh_net()
     losses = list(raw_steps(model, sgd(model), expected))
     assert (result.status, result.num_steps) == ("finished", expected)
@@ -73,7 +74,7 @@ def test_ends_with_epochs_or_steps_as_a_plain_loop_does(
 
 def test_sub_epochs_share_one_pass() -> None:
     task = SmallTask()
-    trainer(task, None, epochs=6, partition_epoch=3, global_batch=100, order="random").fit()
+    train(opened(task, None, epochs=6, partition_epoch=3, global_batch=100, order="random"))
     assert [len(samples) for samples in task.seen] == [6, 7, 7] * 2  # bounds 20 k / 3, rounded down
     first, second = [sum(task.seen[begin : begin + 3], []) for begin in (0, 3)]
     assert sorted(first) == sorted(second) == list(range(NUM_SAMPLES))
@@ -90,7 +91,7 @@ def test_batches_by_cost_in_sorted_order() -> None:
             return super().loss(model, grain)
 
     task = Recorded()
-    trainer(task, None, epochs=1, order="sorted", global_batch=12, batch_cost=200.0).fit()
+    train(opened(task, None, epochs=1, order="sorted", global_batch=12, batch_cost=200.0))
     lengths = Ragged().lengths
     expected: list[list[int]] = [[]]
     for sample in np.argsort(lengths, kind="stable").tolist():
@@ -104,8 +105,8 @@ def test_batches_by_cost_in_sorted_order() -> None:
 
 def test_limited_batches(tmp_path: Path) -> None:
     task = SmallTask()
-    ours = trainer(task, tmp_path / "run", epochs=2, limit_batches=2, eval_batch=3)
-    result = ours.fit()
+    ours = opened(task, tmp_path / "run", epochs=2, limit_batches=2, eval_batch=3)
+    result = train(ours)
     assert task.seen == [list(range(8)), list(range(8, 16))] * 2
     x, y = points(7, seed=2).tensors
     model = ours.stepper.model
@@ -116,7 +117,7 @@ def test_limited_batches(tmp_path: Path) -> None:
 
 def test_a_batch_larger_than_the_data_is_one_short_batch_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     task = SmallTask()
-    result = trainer(task, None, steps=1, global_batch=64).fit()
+    result = train(opened(task, None, steps=1, global_batch=64))
     x, y = points(NUM_SAMPLES, seed=1).tensors
     with torch.no_grad():
         assert result.loss == pytest.approx(float((fresh_net()(x) - y).square().mean()), rel=1e-6)
@@ -129,10 +130,10 @@ def test_a_batch_smaller_than_a_sample_is_said(capsys: pytest.CaptureFixture[str
     cost = float(np.median(lengths))
     longer = sum(length > cost for length in lengths)
     assert 1 < longer < len(lengths)
-    trainer(RaggedTask(), None, epochs=1, global_batch=None, batch_cost=cost).fit()
+    train(opened(RaggedTask(), None, epochs=1, global_batch=None, batch_cost=cost))
     said = capsys.readouterr().out
     assert f"{longer} of {len(lengths)} samples are longer than the batch of {cost:g} (`batch_cost`): a step of" in said
-    trainer(RaggedTask(), None, epochs=1, global_batch=None, batch_cost=float(max(lengths))).fit()
+    train(opened(RaggedTask(), None, epochs=1, global_batch=None, batch_cost=float(max(lengths))))
     assert "are longer than" not in capsys.readouterr().out
 
 
@@ -152,7 +153,7 @@ def plain_metrics(model: nn.Module, eval_batch: int) -> dict[str, float]:
 
 
 def test_validation_every_steps_and_epochs(tmp_path: Path) -> None:
-    trainer(SmallTask(), tmp_path / "run", epochs=2, val_every_steps=2, val_every_epochs=1, eval_batch=3).fit()
+    train(opened(SmallTask(), tmp_path / "run", epochs=2, val_every_steps=2, val_every_epochs=1, eval_batch=3))
     model = fresh_net()
     expected = {}
     for step, _ in enumerate(raw_steps(model, sgd(model), 6)):
@@ -167,8 +168,8 @@ def test_validation_every_steps_and_epochs(tmp_path: Path) -> None:
 
 def test_validation_at_one_moment_counts_once_for_patience() -> None:
     """The last step of an epoch is due for both; the second look at the same weights is not a worse one."""
-    ours = trainer(ScoredTask([3.0, 2.0, 1.0]), None, epochs=3, val_every_steps=3, patience=1, monitor="dev/score")
-    assert ours.fit().status == "finished"
+    ours = opened(ScoredTask([3.0, 2.0, 1.0]), None, epochs=3, val_every_steps=3, patience=1, monitor="dev/score")
+    assert train(ours).status == "finished"
 
 
 def kept_steps(folder: Path) -> list[int]:
@@ -183,7 +184,7 @@ def test_the_last_and_the_best_are_kept(
     tmp_path: Path, mode: Any, keep_last: int, keep_best: int, kept: list[int], best: int
 ) -> None:
     settings = {"monitor": "dev/score", "monitor_mode": mode, "keep_last": keep_last, "keep_best": keep_best}
-    result = trainer(ScoredTask([1.0, 5.0, 2.0, 3.0, 4.0]), tmp_path / "run", epochs=5, **settings).fit()
+    result = train(opened(ScoredTask([1.0, 5.0, 2.0, 3.0, 4.0]), tmp_path / "run", epochs=5, **settings))
     assert kept_steps(tmp_path / "run") == kept
     found = restore.best(tmp_path / "run" / "checkpoints").checkpoint
     assert found is not None
@@ -195,7 +196,7 @@ def test_the_best_moment_is_saved_and_no_other_weights_pass_for_it(tmp_path: Pat
     """Looked at after 2, 4, 6, 8 steps, saved after 3, 6: a score belongs to the weights it was measured on."""
     scores = [5.0, 1.0, 7.0, 6.0]  # after 2, 4, 6, 8 steps
     settings = {"val_every_steps": 2, "val_every_epochs": None, "save_every_steps": 3, "save_every_epochs": None}
-    trainer(ScoredTask(scores), tmp_path / "run", steps=8, monitor="dev/score", keep_last=1, **settings).fit()
+    train(opened(ScoredTask(scores), tmp_path / "run", steps=8, monitor="dev/score", keep_last=1, **settings))
     found = restore.best(tmp_path / "run" / "checkpoints").checkpoint
     assert found is not None
     assert (found.step, found.score) == (4, 1.0)
@@ -207,20 +208,20 @@ def test_the_best_moment_is_saved_and_no_other_weights_pass_for_it(tmp_path: Pat
 @pytest.mark.parametrize(("monitor", "nearest"), [("dev/los", "dev/loss"), ("tets/loss", "test/loss")])
 def test_an_unknown_monitor_is_answered_with_the_nearest(monitor: str, nearest: str) -> None:
     with pytest.raises(UnknownMonitor) as caught:
-        trainer(SmallTask(), None, epochs=1, monitor=monitor).fit()
+        train(opened(SmallTask(), None, epochs=1, monitor=monitor))
     assert repr(monitor) in str(caught.value)
     assert caught.value.hint == f"did you mean `--monitor {nearest}`?"
 
 
 def test_a_misspelt_monitor_loses_no_step(tmp_path: Path) -> None:
     """Metrics are known after the first validation: the run goes on from there with the right name."""
-    undisturbed = trainer(ScoredTask([3.0, 2.0]), None, epochs=2, monitor="dev/score")
-    undisturbed.fit()
+    undisturbed = opened(ScoredTask([3.0, 2.0]), None, epochs=2, monitor="dev/score")
+    train(undisturbed)
     with pytest.raises(UnknownMonitor):
-        trainer(ScoredTask([3.0]), tmp_path / "run", epochs=2, monitor="dev/scoer").fit()
-    resumed = trainer(ScoredTask([2.0]), tmp_path / "run", epochs=2, monitor="dev/score", resume="auto")
+        train(opened(ScoredTask([3.0]), tmp_path / "run", epochs=2, monitor="dev/scoer"))
+    resumed = opened(ScoredTask([2.0]), tmp_path / "run", epochs=2, monitor="dev/score", resume="auto")
     assert resumed.stepper.num_steps == STEPS_PER_EPOCH
-    resumed.fit()
+    train(resumed)
     assert_same(resumed.stepper.model.state_dict(), undisturbed.stepper.model.state_dict())
 
 
@@ -230,7 +231,7 @@ def test_a_misspelt_monitor_loses_no_step(tmp_path: Path) -> None:
 )
 def test_patience_ends_after_so_many_validations_without_a_better_one(settings: Any, steps: int) -> None:
     task = ScoredTask([3.0, 2.0, 2.0, 2.5, 1.0])
-    result = trainer(task, None, epochs=10, patience=2, monitor="dev/score", **settings).fit()
+    result = train(opened(task, None, epochs=10, patience=2, monitor="dev/score", **settings))
     assert (result.status, result.num_steps, result.best_score) == ("early", steps, 2.0)
 
 
@@ -243,20 +244,20 @@ RARELY = {"val_every_epochs": 5, "monitor": "dev/score"}
 def test_a_run_validates_at_its_end(tmp_path: Path, length: dict[str, Any]) -> None:
     """No interval asks for it; the score is in the last checkpoint, the best one and the result."""
     run = tmp_path / "run"
-    ours = trainer(ScoredTask([7.0]), run, **RARELY, **length)
-    result = ours.fit()
+    ours = opened(ScoredTask([7.0]), run, **RARELY, **length)
+    result = train(ours)
     assert (result.metrics["dev/score"], result.best_score, result.status) == (7.0, 7.0, "finished")
     assert [record["step"] + 1 for record in read(run / "metrics.jsonl", "validation")] == [result.num_steps]
     found = restore.best(run / "checkpoints").checkpoint
     assert found is not None
     assert (found.step, found.score) == (result.num_steps, 7.0)
-    again = trainer(ScoredTask([]), run, resume="auto", **RARELY, **length).fit()
+    again = train(opened(ScoredTask([]), run, resume="auto", **RARELY, **length))
     assert (again.num_steps, again.best_score) == (result.num_steps, 7.0)
 
 
 @pytest.mark.parametrize("settings", [{"val_at_end": False}, {"mode": "train"}, {"val_at_end": False, "steps": 4}])
 def test_no_validation_at_the_end_if_told_so(tmp_path: Path, settings: dict[str, Any]) -> None:
-    result = trainer(ScoredTask([]), tmp_path / "run", epochs=2, **RARELY, **settings).fit()
+    result = train(opened(ScoredTask([]), tmp_path / "run", epochs=2, **RARELY, **settings))
     assert (result.metrics, result.best_score) == ({}, None)
     assert not read(tmp_path / "run" / "metrics.jsonl", "validation")
 
@@ -264,7 +265,7 @@ def test_no_validation_at_the_end_if_told_so(tmp_path: Path, settings: dict[str,
 def test_the_last_step_is_validated_once(tmp_path: Path) -> None:
     """Due by steps, by epochs and by the end: one look."""
     settings = {"val_every_steps": 3, "val_every_epochs": 1, "monitor": "dev/score"}
-    assert trainer(ScoredTask([3.0, 2.0]), None, epochs=2, **settings).fit().best_score == 2.0
+    assert train(opened(ScoredTask([3.0, 2.0]), None, epochs=2, **settings)).best_score == 2.0
 
 
 class StoppedAtItsEnd(ScoredTask):
@@ -280,17 +281,17 @@ class StoppedAtItsEnd(ScoredTask):
 def test_a_signal_before_the_validation_at_the_end_is_heeded(tmp_path: Path) -> None:
     """Nobody who asks for an end waits for a long validation; it is made up for when the run goes on."""
     task = StoppedAtItsEnd([])
-    ours = trainer(task, tmp_path / "run", epochs=1, **RARELY)
+    ours = opened(task, tmp_path / "run", epochs=1, **RARELY)
     task.stop = ours.ask_to_stop
-    assert (ours.fit().status, kept_steps(tmp_path / "run")) == ("stopped", [STEPS_PER_EPOCH])
-    on = trainer(StoppedAtItsEnd([4.0]), tmp_path / "run", epochs=1, resume="auto", **RARELY)
-    result = on.fit()
+    assert (train(ours).status, kept_steps(tmp_path / "run")) == ("stopped", [STEPS_PER_EPOCH])
+    on = opened(StoppedAtItsEnd([4.0]), tmp_path / "run", epochs=1, resume="auto", **RARELY)
+    result = train(on)
     assert (result.status, result.num_steps, result.best_score) == ("finished", STEPS_PER_EPOCH, 4.0)
 
 
 def look_at_end(link: Link, out: Path, settings: dict[str, Any]) -> tuple[Any, ...]:
     task = RaggedTask()
-    result = trainer(task, out, link, epochs=2, grains=2, val_every_epochs=5, **settings).fit()
+    result = train(opened(task, out, link, epochs=2, grains=2, val_every_epochs=5, **settings))
     return result.metrics, result.best_score
 
 
@@ -314,8 +315,8 @@ class FailsAtItsEnd(ScoredTask):
 
 def test_a_validation_that_fails_at_the_end_loses_no_step(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="damaged"):
-        trainer(FailsAtItsEnd([]), tmp_path / "run", epochs=2, save_every_epochs=None, **RARELY).fit()
-    result = trainer(ScoredTask([4.0]), tmp_path / "run", epochs=2, resume="auto", **RARELY).fit()
+        train(opened(FailsAtItsEnd([]), tmp_path / "run", epochs=2, save_every_epochs=None, **RARELY))
+    result = train(opened(ScoredTask([4.0]), tmp_path / "run", epochs=2, resume="auto", **RARELY))
     assert (result.num_steps, result.best_score) == (6, 4.0)
 
 
@@ -323,13 +324,13 @@ def test_a_validation_that_fails_at_the_end_loses_no_step(tmp_path: Path) -> Non
 def test_a_look_at_the_end_changes_nothing_for_a_run_that_is_given_more(tmp_path: Path, more: dict[str, Any]) -> None:
     """Ended after 3 epochs and given 6, or 6 at once: learning rates, patience and weights are the same."""
     settings = {"val_every_epochs": 2, "monitor": "dev/score", **more}
-    at_once = trainer(ScoredTask([3.0, 2.0, 1.0]), tmp_path / "at once", epochs=6, **settings)
-    whole = at_once.fit()
-    first = trainer(ScoredTask([3.0, 1.5]), tmp_path / "run", epochs=3, **settings).fit()
+    at_once = opened(ScoredTask([3.0, 2.0, 1.0]), tmp_path / "at once", epochs=6, **settings)
+    whole = train(at_once)
+    first = train(opened(ScoredTask([3.0, 1.5]), tmp_path / "run", epochs=3, **settings))
     assert first.best_score == 1.5
     goes_on = {"resume": "auto", "allow_change": True}  # of the epochs, which a schedule may depend on
-    on = trainer(ScoredTask([2.0, 1.0]), tmp_path / "run", epochs=6, **goes_on, **settings)
-    result = on.fit()
+    on = opened(ScoredTask([2.0, 1.0]), tmp_path / "run", epochs=6, **goes_on, **settings)
+    result = train(on)
     assert (result.status, result.num_steps, result.best_score) == (whole.status, whole.num_steps, whole.best_score)
     rates = [[record["lr"] for record in read(tmp_path / name / "metrics.jsonl")] for name in ("run", "at once")]
     assert rates[0] == rates[1]
@@ -362,11 +363,11 @@ def test_a_run_that_cannot_open_leaves_nothing_that_blocks_a_retry(tmp_path: Pat
     config = TrainConfig(out=tmp_path / "run", **settings)
     before, after, threads = Started(), Started(), threading.active_count()
     with pytest.raises(ConnectionError, match="no server"):
-        Trainer(SmallTask(), config, alone(), [before, CannotStart(), after])
+        open_run(SmallTask(), config, alone(), [before, CannotStart(), after])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
     assert (before.ended, after.ended) == (["failed"], []), "only what has started is ended"
     assert threading.active_count() == threads
-    assert Trainer(SmallTask(), config, alone()).fit().status == "finished"
+    assert train(open_run(SmallTask(), config, alone())).status == "finished"
 
 
 def test_a_run_whose_checkpoints_cannot_be_kept_is_not_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,9 +377,9 @@ def test_a_run_whose_checkpoints_cannot_be_kept_is_not_running(tmp_path: Path, m
     with monkeypatch.context() as patched:
         patched.setattr(writer, "sync", refuse)
         with pytest.raises(CheckpointFailed, match="cannot be kept here"):
-            trainer(SmallTask(), tmp_path / "run", steps=2)
+            opened(SmallTask(), tmp_path / "run", steps=2)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
-    assert trainer(SmallTask(), tmp_path / "run", steps=2).fit().status == "finished"
+    assert train(opened(SmallTask(), tmp_path / "run", steps=2)).status == "finished"
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
@@ -387,10 +388,10 @@ def test_a_run_whose_checkpoints_cannot_be_kept_is_not_running(tmp_path: Path, m
 def test_frozen_weights_stay_and_groups_follow_the_formula() -> None:
     """One step of plain SGD: w - lr * lr_scale * (gradient + weight_decay * w)."""
     groups = (GroupSettings(match="head.weight", lr_scale=0.5, weight_decay=0.2), GroupSettings(match="h*", lr_scale=3))
-    ours = trainer(
+    ours = opened(
         SmallTask(), None, steps=1, freeze=("body.b*",), groups=groups, momentum=0.0, weight_decay=0.1, precision="fp64"
     )
-    ours.fit()
+    train(ours)
     model = fresh_net().double()
     x, y = points(NUM_SAMPLES, seed=1).tensors
     (squares(model, x[:BATCH].double(), y[:BATCH]) / BATCH).backward()
@@ -425,8 +426,8 @@ def test_checkpointed_activations_change_nothing_but_the_work() -> None:
     trained, calls = [], []
     for patterns in ((), ("norm", "drop")):
         CountedDropout.calls = 0
-        ours = trainer(CountedTask(), None, steps=6, grains=2, global_batch=24, checkpoint_activations=patterns)
-        ours.fit()
+        ours = opened(CountedTask(), None, steps=6, grains=2, global_batch=24, checkpoint_activations=patterns)
+        train(ours)
         trained.append(weights(ours))
         calls.append(CountedDropout.calls)
     assert_same(*trained)
@@ -434,8 +435,8 @@ def test_checkpointed_activations_change_nothing_but_the_work() -> None:
 
 
 def test_the_average_is_that_of_a_plain_loop_and_is_what_validation_sees() -> None:
-    ours = trainer(SmallTask(), None, steps=7, ema=0.75, precision="fp64")
-    result = ours.fit()
+    ours = opened(SmallTask(), None, steps=7, ema=0.75, precision="fp64")
+    result = train(ours)
     model = fresh_net().double()
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for _ in raw_steps(model, sgd(model), 7, dtype=torch.float64):
@@ -456,9 +457,9 @@ def test_init_from_names_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, why in (("nowhere", "there is no such file or folder"), ("file", "it is no checkpoint")):
         with pytest.raises(PacelineError, match=f"--init-from .*{name}: {why}"):
-            trainer(SmallTask(), None, steps=1, init_from=tmp_path / name).fit()
+            train(opened(SmallTask(), None, steps=1, init_from=tmp_path / name))
     with pytest.raises(PacelineError, match=r"https:/user:\*+@host/x.*: a password in an address"):
-        trainer(SmallTask(), None, steps=1, init_from=Path("https://user:password@host/x")).fit()
+        train(opened(SmallTask(), None, steps=1, init_from=Path("https://user:password@host/x")))
 
 
 def test_init_from_takes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,17 +472,17 @@ def test_init_from_takes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture
         def loss(self, model: nn.Module, grain: Any) -> Any:
             return (model.head(torch.tanh(model.body(grain.x))).sum(1) - grain.y).square().sum(), len(grain)
 
-    first = trainer(SmallTask(), tmp_path / "first", steps=3)
-    first.fit()
+    first = opened(SmallTask(), tmp_path / "first", steps=3)
+    train(first)
     found = restore.newest(tmp_path / "first" / "checkpoints").checkpoint
     assert found is not None
     capsys.readouterr()
-    second = trainer(WiderHead(), tmp_path / "second", steps=3, init_from=found.path)
+    second = opened(WiderHead(), tmp_path / "second", steps=3, init_from=found.path)
     torch.manual_seed(0)
     Net()
     head = nn.Linear(6, 3)
     state = weights(second)
-    second.fit()
+    train(second)
     assert_same(
         {name: state[name] for name in state if "body" in name},
         {name: tensor for name, tensor in weights(first).items() if "body" in name},
@@ -504,12 +505,12 @@ class Sets(SmallTask):
 @pytest.mark.parametrize(("data", "words"), [([], "'dev' is empty"), (iter("ab"), "'dev' is a str_ascii_iterator")])
 def test_a_validation_set_that_cannot_be_cut_is_named(data: Any, words: str) -> None:
     with pytest.raises(NotASet, match=words):
-        trainer(Sets({"dev": data}), None, epochs=1)
+        opened(Sets({"dev": data}), None, epochs=1)
 
 
 def test_a_validation_set_without_a_name_gets_one() -> None:
     with pytest.raises(NotASet, match="is a list, not {name: data set}") as refused:
-        trainer(Sets([1, 2]), None, epochs=1)  # type: ignore[arg-type]
+        opened(Sets([1, 2]), None, epochs=1)  # type: ignore[arg-type]
     assert '`return {"dev": data}`' in refused.value.hint
 
 
@@ -523,6 +524,6 @@ def test_validation_batches_keep_to_the_cost_of_a_grain() -> None:
             return super().metrics(model, grain)
 
     costs: list[int] = []
-    trainer(Long({"dev": points(20, seed=3)}), None, epochs=1, batch_cost=120.0, global_batch=None, grains=2).fit()
+    train(opened(Long({"dev": points(20, seed=3)}), None, epochs=1, batch_cost=120.0, global_batch=None, grains=2))
     assert len(costs) > 2
     assert max(costs) <= 60

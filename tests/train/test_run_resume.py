@@ -15,11 +15,12 @@ from torch import nn
 from paceline.config.settings import TrainConfig
 from paceline.core.run_folder import RunExists
 from paceline.observe.journal import read
+from paceline.train import loop
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.state import WeightsMisfit
 from paceline.train.resume import SettingsChanged
-from paceline.train.trainer import Trainer
+from paceline.train.run import open_run
 from paceline.world.link import Link
 from tests.crash import run_until_death
 from tests.ranks import RanksFailed, run_ranks
@@ -29,9 +30,9 @@ from tests.train.small import (
     SmallTask,
     assert_same,
     fresh_net,
+    opened,
     raw_steps,
     sgd,
-    trainer,
     validations_of,
     weights,
 )
@@ -42,19 +43,19 @@ from tests.train.small import (
 def test_resume_auto_where_there_is_nothing_starts_fresh(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "absent", tmp_path / "empty"):
-        ours = trainer(SmallTask(), folder, steps=3, resume="auto")
+        ours = opened(SmallTask(), folder, steps=3, resume="auto")
         model = fresh_net()
         list(raw_steps(model, sgd(model), 3))
-        assert ours.fit().num_steps == 3
+        assert loop.train(ours).num_steps == 3
         assert_same(weights(ours), model.state_dict())
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(SmallTask(), tmp_path / "run", epochs=2).fit()
+    loop.train(opened(SmallTask(), tmp_path / "run", epochs=2))
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     capsys.readouterr()
     task = SmallTask()
-    result = trainer(task, tmp_path / "run", epochs=2, resume="auto").fit()
+    result = loop.train(opened(task, tmp_path / "run", epochs=2, resume="auto"))
     assert (result.status, result.num_steps, task.seen) == ("finished", 6, [])
     assert "this run is finished" in capsys.readouterr().out
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -67,32 +68,32 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, capsys: pytest.Ca
 def test_a_finished_run_may_be_given_more(tmp_path: Path, first: dict[str, Any]) -> None:
     """From where it ended, also in the middle of an epoch: as if it had been allowed that much from the beginning."""
     scores, later = [2.0, 1.0, *[3.0] * 6], {"val_every_steps": 2, "monitor": "dev/score"}
-    whole = trainer(ScoredTask(scores), tmp_path / "whole", epochs=4, **later)
-    whole.fit()
-    began = trainer(ScoredTask(scores), tmp_path / "run", **first, **later).fit()
+    whole = opened(ScoredTask(scores), tmp_path / "whole", epochs=4, **later)
+    loop.train(whole)
+    began = loop.train(opened(ScoredTask(scores), tmp_path / "run", **first, **later))
     assert began.num_steps < 12
-    again = trainer(ScoredTask([3.0] * 6), tmp_path / "run", resume="auto", **first, **later).fit()
+    again = loop.train(opened(ScoredTask([3.0] * 6), tmp_path / "run", resume="auto", **first, **later))
     assert (again.status, again.num_steps) == (began.status, began.num_steps), "nothing more was allowed"
-    more = trainer(ScoredTask([3.0] * 6), tmp_path / "run", epochs=4, resume="auto", allow_change=True, **later)
-    assert more.fit().num_steps == 12
+    more = opened(ScoredTask([3.0] * 6), tmp_path / "run", epochs=4, resume="auto", allow_change=True, **later)
+    assert loop.train(more).num_steps == 12
     assert_same(weights(more), weights(whole))
     assert read(tmp_path / "run" / "metrics.jsonl") == read(tmp_path / "whole" / "metrics.jsonl")
 
 
 def test_a_broken_newest_checkpoint_is_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"epochs": 2, "save_every_steps": 1, "keep_best": 0}
-    whole = trainer(SmallTask(), tmp_path / "whole", **settings)
-    whole.fit()
-    stopped = trainer(StoppingTask(at_step=4), tmp_path / "run", **settings)
-    assert stopped.fit().status == "stopped"
+    whole = opened(SmallTask(), tmp_path / "whole", **settings)
+    loop.train(whole)
+    stopped = opened(StoppingTask(at_step=4), tmp_path / "run", **settings)
+    assert loop.train(stopped).status == "stopped"
     newest, before = listed(tmp_path / "run" / "checkpoints")
     file = newest / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     capsys.readouterr()
-    resumed = trainer(SmallTask(), tmp_path / "run", resume="auto", **settings)
-    resumed.fit()
+    resumed = opened(SmallTask(), tmp_path / "run", resume="auto", **settings)
+    loop.train(resumed)
     said = capsys.readouterr().out
     assert f"skipped a broken checkpoint: {file}: its content is not what was written" in said
     assert f"resumed after step {step_of(before)} ({before.name})" in said
@@ -106,37 +107,37 @@ def test_validation_after_the_last_checkpoint_is_written_down_once(tmp_path: Pat
     """A checkpoint at the last step of an epoch is older than the look at the end of that epoch."""
     settings = {"epochs": 2, "save_every_steps": 3, "save_every_epochs": None, "keep_last": 9, "keep_best": 0}
     task = ScoredTask([2.0, 1.0])
-    trainer(task, tmp_path / "run", monitor="dev/score", **settings).fit()
+    loop.train(opened(task, tmp_path / "run", monitor="dev/score", **settings))
     expected = validations_of(tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
-    trainer(ScoredTask([2.0, 1.0]), tmp_path / "run", monitor="dev/score", resume=path, **settings).fit()
+    loop.train(opened(ScoredTask([2.0, 1.0]), tmp_path / "run", monitor="dev/score", resume=path, **settings))
     assert validations_of(tmp_path / "run") == expected
     assert [record["step"] for record in expected] == [2, 5]
 
 
 def test_a_checkpoint_of_another_run_brings_its_grains_and_settings(tmp_path: Path) -> None:
     settings = {"epochs": 2, "keep_last": 9}
-    whole = trainer(RaggedTask(), tmp_path / "whole", grains=3, **settings)
-    whole.fit()
+    whole = opened(RaggedTask(), tmp_path / "whole", grains=3, **settings)
+    loop.train(whole)
     path = tmp_path / "whole" / "checkpoints" / "step-00000025"
-    resumed = trainer(RaggedTask(), tmp_path / "other", resume=path, **settings)
-    resumed.fit()
+    resumed = opened(RaggedTask(), tmp_path / "other", resume=path, **settings)
+    loop.train(resumed)
     assert resumed.resume.grains == 3
     assert_same(weights(resumed), weights(whole))
     with pytest.raises(SettingsChanged, match="lr: 0.05 in the run, 0.5 now"):
-        trainer(RaggedTask(), tmp_path / "third", resume=path, lr=0.5, **settings)
+        opened(RaggedTask(), tmp_path / "third", resume=path, lr=0.5, **settings)
     with pytest.raises(WeightsMisfit, match="first.weight: not in the model"):
-        trainer(SmallTask(), tmp_path / "third", resume=path, **settings)
+        opened(SmallTask(), tmp_path / "third", resume=path, **settings)
     assert not (tmp_path / "third").exists()
 
 
 def test_the_grains_a_run_has_are_no_change(tmp_path: Path) -> None:
-    trainer(SmallTask(), tmp_path / "run", steps=2).fit()
-    trainer(SmallTask(), tmp_path / "run", steps=2, grains=1, resume="auto").fit()
+    loop.train(opened(SmallTask(), tmp_path / "run", steps=2))
+    loop.train(opened(SmallTask(), tmp_path / "run", steps=2, grains=1, resume="auto"))
     with pytest.raises(SettingsChanged, match="grains: 1 in the run, 2 now"):
-        trainer(SmallTask(), tmp_path / "run", steps=2, grains=2, resume="auto")
-    changed = trainer(SmallTask(), tmp_path / "run", steps=2, grains=2, resume="auto", allow_change=True)
-    changed.fit()
+        opened(SmallTask(), tmp_path / "run", steps=2, grains=2, resume="auto")
+    changed = opened(SmallTask(), tmp_path / "run", steps=2, grains=2, resume="auto", allow_change=True)
+    loop.train(changed)
     assert changed.resume.grains == 2
 
 
@@ -170,8 +171,8 @@ def train(link: Link, folder: str, stop: tuple[int, int, signal.Signals] | None)
     at_step = stop[1] if stop is not None and stop[0] == link.world.rank else -1
     task = StoppingRaggedTask(at_step, stop[2] if stop else signal.SIGTERM)
     settings = {"steps": 14, "grains": 4, "global_batch": 24, "order": "random"}
-    run = trainer(task, Path(folder), link, resume="auto", save_every_epochs=None, **settings)
-    result = run.fit()
+    run = opened(task, Path(folder), link, resume="auto", save_every_epochs=None, **settings)
+    result = loop.train(run)
     ended = {"status": result.status, "steps": result.num_steps}
     (Path(folder) / f"rank{link.world.rank}.json").write_text(json.dumps(ended))
     if result.status == "finished":
@@ -215,18 +216,18 @@ class BrokenTask(SmallTask):
 
 def test_a_run_that_failed_before_its_first_checkpoint_may_be_started_over(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a mistake in the task"):
-        trainer(BrokenTask(), tmp_path / "run", epochs=1).fit()
+        loop.train(opened(BrokenTask(), tmp_path / "run", epochs=1))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
-    assert trainer(SmallTask(), tmp_path / "run", epochs=1).fit().status == "finished"
+    assert loop.train(opened(SmallTask(), tmp_path / "run", epochs=1)).status == "finished"
     assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
     with pytest.raises(RunExists):
-        trainer(SmallTask(), tmp_path / "run", epochs=1)
+        opened(SmallTask(), tmp_path / "run", epochs=1)
 
 
 def offset_run(link: Link, folder: str, resume: str) -> None:
     settings: dict[str, Any] = {"dataset_distribution": "random_seed_offset", "grains": 2, "global_batch": 8}
     config = TrainConfig(epochs=1, resume=resume, out=Path(folder), **settings)  # type: ignore[arg-type]
-    Trainer(SmallTask(), config, link).fit()
+    loop.train(open_run(SmallTask(), config, link))
 
 
 def test_ranks_that_walk_their_own_way_cannot_become_more(tmp_path: Path) -> None:
@@ -245,8 +246,8 @@ def train_with_workers(link: Link, folder: str) -> None:
     """A scheduler's signal goes to every process of the job, the loader's workers too."""
     os.setsid()
     task = GroupSignalTask(3, signal.SIGTERM)
-    run = trainer(task, Path(folder), link, steps=14, global_batch=24, order="random", workers=2)
-    result = run.fit()
+    run = opened(task, Path(folder), link, steps=14, global_batch=24, order="random", workers=2)
+    result = loop.train(run)
     (Path(folder) / "result.json").write_text(json.dumps([result.status, result.num_steps]))
 
 
