@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
-from paceline.train.task import Task
+from paceline.train.task import HasLengths, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.norm(self.body(x)))).squeeze(1)
 
 
-class WeightedTask(Task):
+class WeightedTask(Task, HasLengths):
     """Samples are weighed where `is_even` is False, so ranks have unequal counts."""
 
     def __init__(

@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils.data import ConcatDataset
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import TaskContract
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.train import apply
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.fit import run_mode
-from paceline.train.task import NoInputs, Stage, Task, read_inputs
+from paceline.train.task import HasStages, ReadsInputs, Stage, Task, read_inputs
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -113,7 +114,7 @@ def test_best_and_last(tmp_path: Path) -> None:
 def test_the_best_is_of_the_newest_stage_with_scores(tmp_path: Path) -> None:
     """A score of an earlier stage is of other data; the score of a stage's end is its own, not the next one's."""
 
-    class InStages(ScoredTask):
+    class InStages(ScoredTask, HasStages):
         def stages(self) -> list[Stage]:
             return [Stage("first", self.train_data()), Stage("second", self.train_data())]
 
@@ -138,7 +139,7 @@ def test_the_model_has_the_weights_of_the_checkpoint_or_their_average(tmp_path: 
     assert engine.num_steps == 6
 
 
-class Growing(SmallTask):
+class Growing(SmallTask, HasStages):
     """Each stage widens the model by a layer."""
 
     def stages(self) -> list[Stage]:
@@ -272,7 +273,7 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 # -- what is predicted -------------------------------------------------------------------------------------------------
 
 
-class Reading(Valued):
+class Reading(Valued, ReadsInputs):
     """Predicts points that words on the command line name by their seeds."""
 
     def read_inputs(self, words: Sequence[str]) -> Any:
@@ -296,7 +297,7 @@ def test_a_task_reads_what_is_named_and_others_refuse(tmp_path: Path, capsys: py
         expected = trained.stepper.model(x)
     assert [index for index, _ in found] == list(range(6))
     assert torch.allclose(torch.stack([value for _, value in found]), expected, rtol=1e-6)
-    with pytest.raises(NoInputs, match="task Valued does not know what to do with a.wav b.wav"):
+    with pytest.raises(TaskContract, match="task Valued cannot read a.wav b.wav"):
         read_inputs(Valued(), ["a.wav", "b.wav"])
 
 

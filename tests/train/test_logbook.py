@@ -21,7 +21,7 @@ from paceline.observe.clock import PHASES
 from paceline.observe.journal import read
 from paceline.observe.loggers import LoggerNotInstalled
 from paceline.train.logbook import notes
-from paceline.train.task import Stage
+from paceline.train.task import HasStages, Stage
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.observe.test_loggers import read_tensorboard
@@ -214,7 +214,7 @@ def test_padding_is_that_of_the_grains(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_stages_are_named_where_there_are_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Two(SmallTask):
+    class Two(SmallTask, HasStages):
         def stages(self) -> Sequence[Stage]:
             return [Stage("first", points(8, seed=1)), Stage("second", points(16, seed=2))]
 

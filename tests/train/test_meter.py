@@ -27,7 +27,7 @@ from paceline.observe.device_clock import DeviceClock
 from paceline.observe.journal import read
 from paceline.observe.records import EpochRecord
 from paceline.train import meter
-from paceline.train.task import Task
+from paceline.train.task import Reports, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.observe.test_loggers import read_tensorboard
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class Counted(RaggedTask):
+class Counted(RaggedTask, Reports):
     length_unit, sample_unit, count_unit = "frames", "clips", "tokens"
 
     def flops(self, model: nn.Module) -> float:

@@ -22,7 +22,7 @@ from paceline.train.engine import Engine
 from paceline.train.feed import NothingRead
 from paceline.train.loss import NoGradients
 from paceline.train.prepare import ForeignParameters
-from paceline.train.task import Stage, Task
+from paceline.train.task import HasStages, Stage, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import ranks, run_ranks
@@ -92,7 +92,7 @@ def test_parameters_without_a_gradient_are_left_alone_as_on_one_rank(optimizer: 
     check("TwoHeads", optimizer=optimizer, weight_decay=0.1)
 
 
-class Teacher(Points):
+class Teacher(Points, HasStages):
     """Keeps a copy of the model at the end of each stage, and freezes a batch norm for the second."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ def test_a_detached_loss_is_named(link: Link) -> None:
 # -- one rank is enough to see it -----------------------------------------------------------------------------------
 
 
-class UnequalStages(Points):
+class UnequalStages(Points, HasStages):
     def stages(self) -> list[Stage]:
         return [Stage("long", self.data(80)), Stage("short", self.data(16))]
 

@@ -23,6 +23,7 @@ from paceline.train.checkpoint import writer
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.writer import CheckpointFailed
 from paceline.train.evaluation import NotASet
+from paceline.train.task import HasLengths, Reports
 from paceline.train.trainer import Trainer
 from paceline.train.validate import UnknownMonitor
 from paceline.world.link import Link
@@ -267,7 +268,7 @@ def test_the_last_step_is_validated_once(tmp_path: Path) -> None:
     assert trainer(ScoredTask([3.0, 2.0]), None, epochs=2, **settings).fit().best_score == 2.0
 
 
-class StoppedAtItsEnd(ScoredTask):
+class StoppedAtItsEnd(ScoredTask, Reports):
     """A signal after the last step, when the loop looks no more."""
 
     stop: Callable[[], None] | None = None
@@ -514,7 +515,7 @@ def test_a_validation_set_without_a_name_gets_one() -> None:
 
 
 def test_validation_batches_keep_to_the_cost_of_a_grain() -> None:
-    class Long(Sets):
+    class Long(Sets, HasLengths):
         def lengths(self, data: Any) -> Any:
             return np.arange(1, len(data) + 1)
 

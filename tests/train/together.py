@@ -27,7 +27,7 @@ from paceline.observe.journal import read
 from paceline.speed import precision
 from paceline.speed.precision import Capabilities
 from paceline.train.find_task import find_task
-from paceline.train.task import Stage, Task
+from paceline.train.task import HasLengths, HasStages, Stage, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -132,7 +132,7 @@ COMMON: dict[str, Any] = {
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
-class PairTask(Task):
+class PairTask(Task, HasLengths):
     """Blocks with batch norm on points that have lengths; stops itself where a run is to be resumed."""
 
     stops = False
@@ -172,7 +172,7 @@ class StreamTask(PairTask):
         return Walk()
 
 
-class StagesTask(PairTask):
+class StagesTask(PairTask, HasStages):
     def stages(self) -> list[Stage]:
         return [Stage("one", points(NUM_SAMPLES, seed=1)), Stage("two", points(24, seed=4), restart_optimizer=True)]
 

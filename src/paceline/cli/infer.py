@@ -75,7 +75,7 @@ def infer(options: InferOptions) -> int:
                     raise OneRankStreams(inputs, link.world.size)
                 return _stream(task, config, link, inputs, options)
             # here, for the names that it may have
-            data = tasks.read_inputs(task, inputs) if inputs else tasks.infer_data_of(task)
+            data = tasks.read_inputs(task, inputs) if inputs else task.infer_data()
         restored = restore(task, config, link, options)
         pairs = apply.predict_stepper(task, config, restored.stepper, restored.grains, data)
         traits = DatasetTraits(data)

@@ -364,18 +364,16 @@ def attach(task: Task, config: TrainConfig, link: Link) -> None:
 
 
 def example_inputs(task: Task, config: TrainConfig, link: Link) -> tuple[Any, ...]:
-    """Return what the task's model is called with, of a few samples: see `HasExampleInputs`."""
-    data = take_out(tasks.infer_data_of(task))
+    """Return what the task's model is called with, of a few samples: see `Task.example_inputs`."""
+    data = take_out(task.infer_data())
     if data.dataset is None:
         raise NothingToPredict(task)
     samples = np.arange(min(2, len(data.dataset)), dtype=np.int64)
     collate = task.collate or data.collate or stack_collate
     grain = Grain(collate([data.dataset[int(number)] for number in samples]), 0, samples).to(link.device)
-    if isinstance(task, tasks.HasExampleInputs):
-        return tuple(task.example_inputs(grain))
-    if isinstance(grain.data, Mapping) and "x" not in grain.data:
+    if not overrides(task, "example_inputs") and isinstance(grain.data, Mapping) and "x" not in grain.data:
         raise InputsUnknown(task, tuple(map(str, grain.data)))
-    return (grain.data if isinstance(grain.data, torch.Tensor) else grain.x,)
+    return tuple(task.example_inputs(grain))
 
 
 def _load(checkpoint: Path, *, verify: bool) -> reader.Checkpoint:
@@ -450,7 +448,7 @@ def predict_stepper(
     """Yield predictions of the model in a stepper, as `predict_run` does of a checkpoint."""
     if not overrides(task, "predict"):
         raise CannotPredict(task)
-    data = tasks.infer_data_of(task) if data is None else data
+    data = task.infer_data() if data is None else data
     if data is None:
         raise NothingToPredict(task)
     batches = fixed_set(task, stepper, config, grains, "the data to predict", data, in_order=True)

@@ -279,7 +279,7 @@ def lines(optimizer: torch.optim.Optimizer, schedulers: Schedulers, config: Opti
 def _of_scheduler(
     groups: Sequence[Mapping[str, Any]], schedulers: Schedulers, config: OptimSettings, changed: Sequence[str]
 ) -> str:
-    kinds = ", ".join(schedulers.names) or "a torch scheduler"
+    kinds = ", ".join(schedulers.names) or "a torch scheduler that is not saved: see `paceline.StepsSchedulers`"
     is_base = any(float(group.get(SCHEDULED, -1.0)) == config.lr * group.get("lr_scale", 1.0) for group in groups)
     base = f" from `lr` {shown(config.lr)}" if is_base else ""
     idle = [name for name in changed if name != "lr" or not is_base]

@@ -32,7 +32,7 @@ from paceline.train.checkpoint.contents import RunValues
 from paceline.train.checkpoint.format import DIGESTS, STATE, listed
 from paceline.train.probe import Probe
 from paceline.train.stepper import Stepper
-from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task, overrides
+from paceline.train.task import ReadsWeights, StepsSchedulers, Task, overrides
 from paceline.world.discover.plugin_launchers import BUILT_IN, plugin_of
 
 
@@ -45,9 +45,8 @@ def prepare(stepper: Stepper, task: Task, config: TrainConfig, model: torch.nn.M
     rates.mark_own(optimizer, config.lr)
     layerwise = larc.attach(optimizer, config)
     stepper.prepare(model, optimizer, shards=not stepper.precision.is_open)
-    for name, value in vars(task).items():
-        if isinstance(value, LRScheduler) and value.optimizer is optimizer:
-            stepper.schedulers.add(f"task.{name}", value, optimizer)
+    for name, scheduler in task.schedulers().items() if isinstance(task, StepsSchedulers) else ():
+        stepper.schedulers.add(f"task.{name}", scheduler, optimizer)
     return layerwise
 
 
@@ -145,8 +144,7 @@ def follow(
 ) -> list[str]:
     """Let the stepper follow the schedule of the settings and the task's own; return what there is to tell of it."""
     stepper.follow(schedule, peak=config.lr, tell=say)
-    # A task may also keep a scheduler of its own under that name.
-    if isinstance(task, HasScheduler) and callable(task.scheduler) and stepper.schedulers.stepped is None:
+    if overrides(task, "scheduler") and stepper.schedulers.stepped is None:
         scheduler: Any = task.scheduler(stepper.optimizer, num_steps)
         if scheduler is not None:  # None: the settings' schedule after all
             if not isinstance(scheduler, LRScheduler):
@@ -254,9 +252,8 @@ def callbacks(
     installed, missing = loggers.build(config.loggers, is_asked="loggers" in config.model_fields_set)
     for name in missing:
         say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
-    of_task = task.watchers() if isinstance(task, HasWatchers) else ()
     names = [name for name in config.loggers if name not in missing]
     forgiving = [
         Forgiving(logger, name, say, loggers.advice(name)) for name, logger in zip(names, installed, strict=True)
     ]
-    return [*forgiving, *checked(of_task), *checked(more)]
+    return [*forgiving, *checked(task.watchers()), *checked(more)]

@@ -644,7 +644,7 @@ class Trainer:
             self._stage_data = given
         source, lines = take_out_for_training(given, self.config)
         data, config, task = source.dataset, self.config, self.task
-        collate, lengths = tasks.train_collate_of(task, data), tasks.lengths_of(task, data)
+        collate, lengths = task.train_collate(data), tasks.lengths_of(task, data)
         for line in lines:
             self.progress.say(line)
         feed = Feed(

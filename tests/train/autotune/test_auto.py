@@ -26,7 +26,7 @@ from paceline.train.autotune.shapes import Ahead, Pick, covering, shapes_ahead
 from paceline.train.loss import GraphsFailed
 from paceline.train.resume import SettingsChanged
 from paceline.train.setup import few_shapes
-from paceline.train.task import Task
+from paceline.train.task import Accelerates, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -38,7 +38,7 @@ H200 = Capabilities("cuda", "an H200", bf16=True, tf32=True, fp16=True, compiler
 V100 = replace(H200, name="a V100", bf16=False, tf32=False, generation=(7, 0))
 
 
-class Whole(Recordable):
+class Whole(Recordable, Accelerates):
     """Its kernels are its plain modules, all of them."""
 
     def accelerate(self, model: nn.Module) -> list[str]:

@@ -53,7 +53,18 @@ from paceline.recipes.speech.text.labels import Labels
 from paceline.recipes.speech.text.pieces import WORD_START, Pieces, are_subwords
 from paceline.recipes.speech.text.subwords.labels import Subwords
 from paceline.train.predictions import DetailedText
-from paceline.train.task import Sums, Task
+from paceline.train.task import (
+    Accelerates,
+    Exports,
+    ReadsModels,
+    Recordable,
+    Reports,
+    SavesState,
+    ShowsSamples,
+    StreamsInputs,
+    Sums,
+    Task,
+)
 
 _USED_BATCH = 32
 """Utterances that a model without a run hears at a time."""
@@ -73,7 +84,7 @@ class NothingNamed(PacelineError):
         return "say what to transcribe: `paceline infer RUN a.flac folder manifest.json`"
 
 
-class Asr(Task):
+class Asr(Task, Accelerates, Exports, ReadsModels, Recordable, Reports, SavesState, ShowsSamples, StreamsInputs):
     """Conformers, QuartzNet, Jasper and their relatives, from manifests."""
 
     Settings = AsrSettings

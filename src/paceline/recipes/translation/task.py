@@ -28,7 +28,17 @@ from paceline.recipes.translation.text.parallel import STANDARD_INPUT, ParallelT
 from paceline.recipes.translation.text.scores import Bleu, Chrf
 from paceline.recipes.translation.text.vocabulary import END, FILE, PAD, Vocabulary
 from paceline.train.metrics import Gathered
-from paceline.train.task import Metric, Task
+from paceline.train.task import (
+    Accelerates,
+    Exports,
+    Metric,
+    ReadsInputs,
+    Recordable,
+    Reports,
+    SavesState,
+    ShowsSamples,
+    Task,
+)
 
 
 class NothingNamed(PacelineError):
@@ -53,7 +63,7 @@ class UnitsGone(PacelineError):
     hint = "bring it back: a copy or an export of the run has it, too"
 
 
-class Translation(Task):
+class Translation(Task, Accelerates, Exports, ReadsInputs, Recordable, Reports, SavesState, ShowsSamples):
     """A Transformer or an LSTM with attention, from parallel text."""
 
     Settings = TranslationSettings
