@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset
 
 from paceline.config.settings import TrainConfig
-from paceline.core.errors import TaskContract
+from paceline.core.errors import InvalidSetting, TaskContract
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.train import apply
@@ -207,7 +207,7 @@ def test_predictions_that_cannot_be_told_apart(tmp_path: Path, returned: Any, wo
     out = tmp_path / "run"
     trained = trainer(Odd(), out, steps=1)
     trained.fit()
-    with pytest.raises(apply.PredictionContract, match=words):
+    with pytest.raises(TaskContract, match=words):
         list(apply.predict_run(Odd(), trained.config, alone(), out, "last"))
 
 
@@ -249,13 +249,13 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
             use(Bare(), which=name)
         assert other.value.hint.endswith("step-00000006, step-00000003")
     assert apply.find_checkpoint(out, "step-00000003") == out / "checkpoints/step-00000003"
-    with pytest.raises(apply.NothingToAverage, match="`average` is 0"):
+    with pytest.raises(InvalidSetting, match="`average` is 0"):
         apply.read_weights(apply.find_checkpoint(out, "last"), 0)
-    with pytest.raises(apply.NothingToValidate, match="Bare has no validation sets"):
+    with pytest.raises(TaskContract, match="Bare has no validation sets"):
         use(Bare())
-    with pytest.raises(apply.NothingToPredict, match="Bare has neither"):
+    with pytest.raises(TaskContract, match="Bare has neither"):
         apply.predict_run(Bare(), trained.config, link, out, "last")
-    with pytest.raises(apply.CannotPredict, match="SmallTask has no `predict`"):
+    with pytest.raises(TaskContract, match="SmallTask has no `predict`"):
         apply.predict_run(SmallTask(), trained.config, link, out, "last")
 
     weights = out / "checkpoints" / "step-00000006" / "model.safetensors"

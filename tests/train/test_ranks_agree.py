@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import TaskContract
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.parallel.batch_norm.shares import BatchNormFrozen
 from paceline.train.engine import Engine
 from paceline.train.feed import NothingRead
 from paceline.train.loss import NoGradients
-from paceline.train.prepare import ForeignParameters
 from paceline.train.task import HasStages, Stage, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
@@ -197,7 +197,7 @@ def test_other_statistics_are_the_first_ranks_everywhere(link: Link) -> None:
 def test_parameters_of_nobodys_model_are_refused(link: Link) -> None:
     engine = Engine(link=link, level=0)
     model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
-    with pytest.raises(ForeignParameters, match="1 parameter that"):
+    with pytest.raises(TaskContract, match="1 parameter that"):
         engine.prepare(model, torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
 
 

@@ -455,7 +455,7 @@ def test_the_average_is_that_of_a_plain_loop_and_is_what_validation_sees() -> No
 
 def test_init_from_names_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for name, why in (("nowhere", "there is no such file or folder"), ("file", "it is no checkpoint")):
+    for name, why in (("nowhere", "there is no such file or folder"), ("file", "it is not a checkpoint")):
         with pytest.raises(PacelineError, match=f"--init-from .*{name}: {why}"):
             trainer(SmallTask(), None, steps=1, init_from=tmp_path / name).fit()
     with pytest.raises(PacelineError, match=r"https:/user:\*+@host/x.*: a password in an address"):

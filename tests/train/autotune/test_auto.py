@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import Failed
 from paceline.data.plan import BatchRule, Plan
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
@@ -23,7 +24,6 @@ from paceline.train.apply import restore_for_use
 from paceline.train.autotune import autotuner, shapes, timing
 from paceline.train.autotune.autotuner import is_asked, why_no_graphs
 from paceline.train.autotune.shapes import Ahead, Pick, covering, shapes_ahead
-from paceline.train.loss import GraphsFailed
 from paceline.train.resume import SettingsChanged
 from paceline.train.setup import few_shapes
 from paceline.train.task import Accelerates, Task
@@ -292,7 +292,7 @@ def test_a_device_that_fails_in_a_replay_names_the_way_out(monkeypatch: pytest.M
             return super().loss(model, grain)
 
     pretend(monkeypatch)
-    with pytest.raises(GraphsFailed, match="unspecified launch failure") as failure:
+    with pytest.raises(Failed, match="unspecified launch failure") as failure:
         auto(Breaks(), None, steps=30)
     assert "--no-cuda-graphs" in failure.value.hint
     with pytest.raises(torch.AcceleratorError):  # without graphs it is what it is
