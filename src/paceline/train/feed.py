@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
 
@@ -368,8 +368,7 @@ class Feed:
         per_pass = len(self.data) if self._counts is None else float(self._counts.sum())
         common = max(1.0, per_pass * size / (steps * self._config.partition_epoch))
         for batch in batches:
-            batch.count = common
-            yield batch
+            yield replace(batch, count=common)
 
     def _epochs(self, epoch: int, steps: range) -> Iterator[EpochSteps]:
         """Yield these steps of an epoch and then the epochs that workers may read on into while it is trained on."""
@@ -390,7 +389,7 @@ class Feed:
         limit = self._config.limit_batches
         for batch in self._streamed_for_ever(epoch, start):
             if limit is not None and batch.step + 1 >= limit:
-                batch.has_next, batch.is_last = False, True
+                batch = replace(batch, has_next=False, is_last=True)
             yield batch
             if batch.is_last:
                 return

@@ -199,17 +199,19 @@ def test_a_run_from_before_goes_on_as_it_began(tmp_path: Path, monkeypatch: pyte
 def test_fp16_is_recorded_with_its_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scale is read at each replay: half as large after an overflow, as without graphs."""
 
-    class Steep(Recordable):
+    class Steep(SmallTask):
         def loss(self, model: nn.Module, grain: Any) -> Any:
             total, count = super().loss(model, grain)
             return total * 3e4, count
 
+    class Recorded(Steep, Recordable): ...
+
     pretend(monkeypatch)
     monkeypatch.setattr(autotuner, "why_no_kernels", lambda *_: "no kernels: fp16")
     found = {}
-    for task in (Steep(), type("Plain", (Steep,), {"recordable": None})()):
+    for task in (Recorded(), Steep()):
         run = auto(task, None, precision="fp16", steps=12, lr=1e-6, epochs=None)
-        assert (run.stepper.recorded is not None) == (task.recordable is not None)
+        assert (run.stepper.recorded is not None) == isinstance(task, Recordable)
         found[type(task)] = run
     recorded, plain = found.values()
     assert recorded.stepper.precision.name == plain.stepper.precision.name == "--precision fp16"
