@@ -115,13 +115,13 @@ def engine(num_steps: int, own_loader: bool) -> float:
 def trainer(num_steps: int, own_loader: bool) -> float:
     import numpy as np
 
-    from paceline import Task, TrainConfig
+    from paceline import HasLengths, Task, TrainConfig
     from paceline.train.loop import train_epoch
     from paceline.train.run import open_run
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
-    class Tiny(Task):
+    class Tiny(Task, HasLengths):
         collate = None if own_loader else staticmethod(lambda batches: batches[0])
 
         def model(self) -> nn.Module:

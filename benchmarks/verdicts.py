@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline import Task, TrainConfig
+from paceline import HasLengths, Task, TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.callback import Record, Watcher
 from paceline.observe.verdict import LEAST_SECONDS
@@ -138,7 +138,7 @@ class Sequences:
         return torch.ones(int(self.lengths[index]), self._width)
 
 
-class Padded(Task):
+class Padded(Task, HasLengths):
     """Computes over all frames, those of the padding too."""
 
     width = 64

@@ -87,6 +87,7 @@ MODULES = tuple(
 def page() -> str:
     """Return the whole page."""
     missing = set(paceline.__all__) - SYNONYMS - {name for names in GROUPS.values() for name in names}
+    missing -= {kind.__name__ for kind in task.OPT_IN}  # listed below `Task`
     assert not missing, f"add {missing} to a group of docs/api.py"
     blocks = [text(HEAD), *_modules()]
     for group, names in GROUPS.items():
@@ -123,15 +124,14 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 
 
 def _pieces() -> Iterator[str]:
-    """The protocols beside `Task`: a task implements one by having its methods."""
+    """The base classes that a task may have besides `Task`."""
     yield f"### {text('More that a task may have')}\n"
-    yield text("Nothing to inherit from: a task that has the methods of a row below is asked for it.") + "\n"
-    rows = [text("| for | methods |"), "|---|---|"]
-    for kind in vars(task).values():
-        if getattr(kind, "_is_protocol", False) and kind.__module__ == task.__name__:
-            methods = [(name, each) for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_"]
-            shown = [f"`{name}({_arguments(each)})` {_told(each.__doc__)}".strip() for name, each in methods]
-            rows.append(f"| {_cell(_told(kind.__doc__))} | {'<br>'.join(map(_cell, shown))} |")
+    yield text("Base classes to inherit from besides `Task`: `class Mine(paceline.Task, paceline.HasStages)`.") + "\n"
+    rows = [text("| class | for | methods |"), "|---|---|---|"]
+    for kind in task.OPT_IN:
+        methods = [(name, each) for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_"]
+        shown = [f"`{name}({_arguments(each)})` {_told(each.__doc__)}".strip() for name, each in methods]
+        rows.append(f"| `{kind.__name__}` | {_cell(_told(kind.__doc__))} | {'<br>'.join(map(_cell, shown))} |")
     yield "\n".join(rows) + "\n"
 
 

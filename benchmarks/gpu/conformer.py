@@ -51,7 +51,7 @@ from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
 from paceline.speed.layers.kernels.ways import MEASURED, Ways, using
 from paceline.train.autotune import timing
-from paceline.train.task import Task
+from paceline.train.task import Accelerates, Recordable, Task
 from paceline.world.discover.environment import discover
 from paceline.world.start import start
 
@@ -129,7 +129,7 @@ class Workload:
         return {name: 1e3 * value for name, value in seconds.items()}
 
 
-class Bench(Task):
+class Bench(Task, Accelerates, Recordable):
     """The same for our engine."""
 
     def __init__(self, work: Workload) -> None:

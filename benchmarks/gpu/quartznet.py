@@ -49,7 +49,7 @@ from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
 from paceline.speed.layers.kernels.ways import MEASURED, Ways, using
 from paceline.train.autotune import timing
-from paceline.train.task import Task
+from paceline.train.task import Accelerates, Recordable, Task
 from paceline.world.discover.environment import discover
 from paceline.world.start import start
 
@@ -89,7 +89,7 @@ def make_network(network: NetworkSettings, device: Device) -> Network:
     return Network(network).to(device).train()
 
 
-class Bench(Task):
+class Bench(Task, Accelerates, Recordable):
     """The same for our engine."""
 
     def __init__(self, network: NetworkSettings, device: Device = "cuda") -> None:

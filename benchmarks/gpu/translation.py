@@ -50,7 +50,7 @@ from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
 from paceline.speed.layers.kernels.ways import MEASURED, using
 from paceline.train.autotune import timing
-from paceline.train.task import Task
+from paceline.train.task import Accelerates, Recordable, Task
 from paceline.world.discover.environment import discover
 from paceline.world.start import start
 
@@ -134,7 +134,7 @@ def make_network(shape: Shape, vocabulary: int, device: str) -> Transformer:
     return Transformer(shape, vocabulary).to(device).train()
 
 
-class Bench(Task):
+class Bench(Task, Accelerates, Recordable):
     """The same for our engine."""
 
     def __init__(self, shape: Shape, vocabulary: int, device: str) -> None:

@@ -33,7 +33,20 @@ if TYPE_CHECKING:
     from paceline.train.load import load as load
     from paceline.train.metrics import Gathered as Gathered
     from paceline.train.result import Result as Result
+    from paceline.train.task import Accelerates as Accelerates
+    from paceline.train.task import Exports as Exports
+    from paceline.train.task import HasLengths as HasLengths
+    from paceline.train.task import HasStages as HasStages
+    from paceline.train.task import ReadsInputs as ReadsInputs
+    from paceline.train.task import ReadsModels as ReadsModels
+    from paceline.train.task import ReadsWeights as ReadsWeights
+    from paceline.train.task import Recordable as Recordable
+    from paceline.train.task import Reports as Reports
+    from paceline.train.task import SavesState as SavesState
+    from paceline.train.task import ShowsSamples as ShowsSamples
     from paceline.train.task import Stage as Stage
+    from paceline.train.task import StepsSchedulers as StepsSchedulers
+    from paceline.train.task import StreamsInputs as StreamsInputs
     from paceline.train.task import Task as Task
     from paceline.world.discover.environment import World as World
 
@@ -64,6 +77,19 @@ _HOMES = {
     "Stage": "paceline.train.task",
     "Task": "paceline.train.task",
     "Result": "paceline.train.result",
+    "HasStages": "paceline.train.task",
+    "HasLengths": "paceline.train.task",
+    "SavesState": "paceline.train.task",
+    "StepsSchedulers": "paceline.train.task",
+    "Reports": "paceline.train.task",
+    "ShowsSamples": "paceline.train.task",
+    "ReadsInputs": "paceline.train.task",
+    "StreamsInputs": "paceline.train.task",
+    "ReadsWeights": "paceline.train.task",
+    "ReadsModels": "paceline.train.task",
+    "Exports": "paceline.train.task",
+    "Accelerates": "paceline.train.task",
+    "Recordable": "paceline.train.task",
     "World": "paceline.world.discover.environment",
 }
 __all__ = sorted(_HOMES)

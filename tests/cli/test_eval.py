@@ -38,7 +38,7 @@ class Settings(paceline.TrainConfig):
     width: int = 8
 
 
-class Small(paceline.Task):
+class Small(paceline.Task, paceline.Exports):
     Settings = Settings
 
     def model(self):

@@ -94,7 +94,7 @@ def test_a_run_uses_records_and_resumes_them(site: Path, tmp_path: Path) -> None
 
     gone = _run(["eval", str(run), "--no-plugins"])
     assert (gone.code, "Traceback" in gone.err) == (2, False)
-    assert "the recipe 'rings' of paceline-example 1.1, which is not there" in gone.err
+    assert "the recipe 'rings' of paceline-example 1.1, which is not installed" in gone.err
 
 
 def test_a_recipe_that_python_trained_is_found_again(

@@ -76,7 +76,7 @@ class Slow(Small):
         time.sleep(0.5)
 
 
-class Ends(Small):
+class Ends(Small, paceline.SavesState):
     """A rank that dies, hangs or is stopped, at the start, in a step or in a save, as END says: `1 step killed`.
 
     Several such ends are separated by commas.

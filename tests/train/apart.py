@@ -17,7 +17,7 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.train.loop import train
 from paceline.train.run import open_run
-from paceline.train.task import Task
+from paceline.train.task import HasLengths, Task
 from paceline.world.link import Link
 
 NUM_SAMPLES, FEATURES, BATCH, LR = 96, 5, 16, 0.05
@@ -41,7 +41,7 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.norm(self.body(x)))).squeeze(1)
 
 
-class WeightedTask(Task):
+class WeightedTask(Task, HasLengths):
     """Samples are weighed where `is_even` is False, so ranks have unequal counts."""
 
     def __init__(

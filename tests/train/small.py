@@ -18,6 +18,7 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.speed.precision import Capabilities
+from paceline.train import task as tasks
 from paceline.train.run import Run, open_run
 from paceline.train.task import Task
 from paceline.world.discover.environment import World
@@ -76,7 +77,7 @@ class SmallTask(Task):
         return {"loss": (total, count), "far": (total > count, 1)}
 
 
-class Recordable(SmallTask):
+class Recordable(SmallTask, tasks.Recordable):
     def recordable(self, grain: Grain) -> Any:
         return grain.data
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import InvalidSetting, TaskContract
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.train import apply, loop
@@ -21,7 +22,7 @@ from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.fit import run_mode
 from paceline.train.run import open_run
-from paceline.train.task import NoInputs, Stage, Task, read_inputs
+from paceline.train.task import HasStages, ReadsInputs, Stage, Task, read_inputs
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.ragged import Ragged, RaggedTask
@@ -113,7 +114,7 @@ def test_best_and_last(tmp_path: Path) -> None:
 def test_the_best_is_of_the_newest_stage_with_scores(tmp_path: Path) -> None:
     """A score of an earlier stage is of other data; the score of a stage's end is its own, not the next one's."""
 
-    class InStages(ScoredTask):
+    class InStages(ScoredTask, HasStages):
         def stages(self) -> list[Stage]:
             return [Stage("first", self.train_data()), Stage("second", self.train_data())]
 
@@ -138,7 +139,7 @@ def test_the_model_has_the_weights_of_the_checkpoint_or_their_average(tmp_path: 
     assert engine.num_steps == 6
 
 
-class Growing(SmallTask):
+class Growing(SmallTask, HasStages):
     """Each stage widens the model by a layer."""
 
     def stages(self) -> list[Stage]:
@@ -206,7 +207,7 @@ def test_predictions_that_cannot_be_told_apart(tmp_path: Path, returned: Any, wo
     out = tmp_path / "run"
     trained = opened(Odd(), out, steps=1)
     loop.train(trained)
-    with pytest.raises(apply.PredictionContract, match=words):
+    with pytest.raises(TaskContract, match=words):
         list(apply.predict_run(Odd(), trained.config, alone(), out, "last"))
 
 
@@ -248,13 +249,13 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
             use(Bare(), which=name)
         assert other.value.hint.endswith("step-00000006, step-00000003")
     assert apply.find_checkpoint(out, "step-00000003") == out / "checkpoints/step-00000003"
-    with pytest.raises(apply.NothingToAverage, match="`average` is 0"):
+    with pytest.raises(InvalidSetting, match="`average` is 0"):
         apply.read_weights(apply.find_checkpoint(out, "last"), 0)
-    with pytest.raises(apply.NothingToValidate, match="Bare has no validation sets"):
+    with pytest.raises(TaskContract, match="Bare has no validation sets"):
         use(Bare())
-    with pytest.raises(apply.NothingToPredict, match="Bare has neither"):
+    with pytest.raises(TaskContract, match="Bare has neither"):
         apply.predict_run(Bare(), trained.config, link, out, "last")
-    with pytest.raises(apply.CannotPredict, match="SmallTask has no `predict`"):
+    with pytest.raises(TaskContract, match="SmallTask has no `predict`"):
         apply.predict_run(SmallTask(), trained.config, link, out, "last")
 
     weights = out / "checkpoints" / "step-00000006" / "model.safetensors"
@@ -272,7 +273,7 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 # -- what is predicted -------------------------------------------------------------------------------------------------
 
 
-class Reading(Valued):
+class Reading(Valued, ReadsInputs):
     """Predicts points that words on the command line name by their seeds."""
 
     def read_inputs(self, words: Sequence[str]) -> Any:
@@ -296,7 +297,7 @@ def test_a_task_reads_what_is_named_and_others_refuse(tmp_path: Path, capsys: py
         expected = trained.stepper.model(x)
     assert [index for index, _ in found] == list(range(6))
     assert torch.allclose(torch.stack([value for _, value in found]), expected, rtol=1e-6)
-    with pytest.raises(NoInputs, match="task Valued does not know what to do with a.wav b.wav"):
+    with pytest.raises(TaskContract, match="task Valued cannot read a.wav b.wav"):
         read_inputs(Valued(), ["a.wav", "b.wav"])
 
 

@@ -14,15 +14,13 @@ from torch import nn
 import paceline
 from paceline.cli.main import main
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import Conflict, NotFound
 from paceline.data.grain import Grain
 from paceline.optim.swa import StochasticAverage
 from paceline.train import apply, loop
 from paceline.train.average import (
-    LastAndBest,
     NameTaken,
     NothingToMeasureOn,
-    OnlyInOne,
-    TooFewCheckpoints,
     choose_parts,
     mean_of,
     write_mean,
@@ -189,18 +187,16 @@ def test_what_cannot_be_averaged(run: Path, tmp_path: Path, capsys: pytest.Captu
         val_every_steps=None,
         mode="train",
     )
-    with pytest.raises(
-        TooFewCheckpoints, match="5 checkpoints of .* cannot be averaged: there is only step-00000002"
-    ) as one:
+    with pytest.raises(NotFound, match="5 checkpoints of .* cannot be averaged: there is only step-00000002") as one:
         paceline.average(tmp_path / "short", last=5)
     assert "--keep-last 10" in one.value.hint
-    with pytest.raises(TooFewCheckpoints, match="there is none with a score"):
+    with pytest.raises(NotFound, match="there is none with a score"):
         paceline.average(tmp_path / "short", best=2)
-    with pytest.raises(TooFewCheckpoints, match="there are only .*"):
+    with pytest.raises(NotFound, match="there are only .*"):
         paceline.average(run, last=20)
     assert main(["average", str(tmp_path / "none")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
-    with pytest.raises(LastAndBest):
+    with pytest.raises(Conflict, match="both `--last` and `--best`"):
         paceline.average(run, last=2, best=2)
     for name in ("step-00000001", "a/b", ".hidden", "best", "last"):
         with pytest.raises(NameTaken):
@@ -217,9 +213,9 @@ def test_names_that_not_all_parts_have(run: Path, monkeypatch: pytest.MonkeyPatc
     newest, older = choose_parts(run, last=2)
     weights = {newest.path: {"a": torch.ones(2)}, older.path: {"a": torch.ones(2), "b": torch.ones(1)}}
     monkeypatch.setattr(apply, "read_weights", weights.__getitem__)
-    with pytest.raises(OnlyInOne, match="^b is in step-00000011 and not in step-00000012: they have no mean"):
+    with pytest.raises(Conflict, match="^b is in step-00000011 and not in step-00000012: they have no mean"):
         mean_of([newest, older])
-    with pytest.raises(OnlyInOne, match="^b is in step-00000011 and not in step-00000012"):
+    with pytest.raises(Conflict, match="^b is in step-00000011 and not in step-00000012"):
         mean_of([older, newest])
 
 

@@ -13,7 +13,7 @@ from paceline.data.plan import BatchRule, Plan
 from paceline.train.benchmark import Benchmark, Measured, benchmark, join
 from paceline.train.fit import run_mode
 from paceline.train.result import Result
-from paceline.train.task import Stage
+from paceline.train.task import HasStages, Stage
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.ragged import Ragged, RaggedTask
@@ -68,7 +68,7 @@ def test_all_samples_in_the_time_of_the_slowest_rank() -> None:
     ]
 
 
-class Staged(SmallTask):
+class Staged(SmallTask, HasStages):
     """A first stage of one epoch, and hooks that count."""
 
     def __init__(self) -> None:

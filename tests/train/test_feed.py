@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import RanksDiffer
 from paceline.data.grain import Batch
 from paceline.train.autotune import shapes
-from paceline.train.feed import DataChanged, Feed, RanksDiffer, TrainingData, check_ranks
+from paceline.train.feed import DataChanged, Feed, TrainingData, check_ranks
 from paceline.train.loop import train
 from paceline.world.link import Link
 from tests.ranks import ranks

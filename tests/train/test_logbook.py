@@ -23,7 +23,7 @@ from paceline.observe.loggers import LoggerNotInstalled
 from paceline.train.logbook import notes
 from paceline.train.loop import train
 from paceline.train.run import open_run
-from paceline.train.task import Stage
+from paceline.train.task import HasStages, Stage
 from paceline.world.link import Link
 from tests.observe.test_loggers import read_tensorboard
 from tests.observe.test_progress import HIDE_CURSOR, SHOW_CURSOR, Terminal
@@ -215,7 +215,7 @@ def test_padding_is_that_of_the_grains(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_stages_are_named_where_there_are_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Two(SmallTask):
+    class Two(SmallTask, HasStages):
         def stages(self) -> Sequence[Stage]:
             return [Stage("first", points(8, seed=1)), Stage("second", points(16, seed=2))]
 

@@ -25,6 +25,7 @@ from paceline.train.checkpoint.writer import CheckpointFailed
 from paceline.train.evaluation import NotASet
 from paceline.train.loop import train
 from paceline.train.run import open_run
+from paceline.train.task import HasLengths, Reports
 from paceline.train.validate import UnknownMonitor
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -268,7 +269,7 @@ def test_the_last_step_is_validated_once(tmp_path: Path) -> None:
     assert train(opened(ScoredTask([3.0, 2.0]), None, epochs=2, **settings)).best_score == 2.0
 
 
-class StoppedAtItsEnd(ScoredTask):
+class StoppedAtItsEnd(ScoredTask, Reports):
     """A signal after the last step, when the loop looks no more."""
 
     stop: Callable[[], None] | None = None
@@ -455,7 +456,7 @@ def test_the_average_is_that_of_a_plain_loop_and_is_what_validation_sees() -> No
 
 def test_init_from_names_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for name, why in (("nowhere", "there is no such file or folder"), ("file", "it is no checkpoint")):
+    for name, why in (("nowhere", "there is no such file or folder"), ("file", "it is not a checkpoint")):
         with pytest.raises(PacelineError, match=f"--init-from .*{name}: {why}"):
             train(opened(SmallTask(), None, steps=1, init_from=tmp_path / name))
     with pytest.raises(PacelineError, match=r"https:/user:\*+@host/x.*: a password in an address"):
@@ -515,7 +516,7 @@ def test_a_validation_set_without_a_name_gets_one() -> None:
 
 
 def test_validation_batches_keep_to_the_cost_of_a_grain() -> None:
-    class Long(Sets):
+    class Long(Sets, HasLengths):
         def lengths(self, data: Any) -> Any:
             return np.arange(1, len(data) + 1)
 

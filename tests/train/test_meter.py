@@ -29,7 +29,7 @@ from paceline.observe.records import EpochRecord
 from paceline.train import meter
 from paceline.train.loop import train
 from paceline.train.run import open_run
-from paceline.train.task import Task
+from paceline.train.task import Reports, Task
 from paceline.world.link import Link
 from tests.observe.test_loggers import read_tensorboard
 from tests.ranks import ranks
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class Counted(RaggedTask):
+class Counted(RaggedTask, Reports):
     length_unit, sample_unit, count_unit = "frames", "clips", "tokens"
 
     def flops(self, model: nn.Module) -> float:

@@ -149,7 +149,7 @@ def test_a_metric_of_the_last_batches_is_refused(link: Link) -> None:
         def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
             return {"mean": tm.RunningMean(window=2)}
 
-    with pytest.raises(paceline.PacelineError, match="metric 'mean' is a RunningMean, which is of the last batches"):
+    with pytest.raises(paceline.PacelineError, match="metric 'mean' is a RunningMean, which covers the last batches"):
         train(open_run(OfWindow(), paceline.TrainConfig(**PLAIN), link))
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from paceline.core.errors import TaskContract
 from paceline.train import predictions as outcome
 from paceline.world.link import Link
 from tests.ranks import ranks
@@ -21,7 +22,7 @@ def test_lines() -> None:
     names = ["a.flac", "b.flac"]
     assert outcome.text_line(1, "seven", names) == "b.flac\tseven\n"
     assert json.loads(outcome.json_line(1, "seven", names)) == {"index": 1, "name": "b.flac", "prediction": "seven"}
-    with pytest.raises(outcome.NotPlain, match="holds a set"):
+    with pytest.raises(TaskContract, match="holds a set"):
         outcome.json_line(0, {1, 2})
 
 

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from paceline.config.settings import OptimSettings
+from paceline.core.errors import TaskContract
 from paceline.core.torch_private import step_pre_hooks
 from paceline.optim import build
 from paceline.train.engine import Engine
-from paceline.train.prepare import DividesByZero, ForeignParameters
+from paceline.train.prepare import DividesByZero
 from paceline.train.stepper import NotPrepared
 from tests.train.small import alone
 
@@ -26,7 +27,7 @@ def test_the_momentum_of_a_fused_optimizer_is_filled_by_one_hook() -> None:
 
 def test_parameters_of_another_model_are_refused() -> None:
     foreign = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
-    with pytest.raises(ForeignParameters, match="updates 2 parameters that the model does not have"):
+    with pytest.raises(TaskContract, match="updates 2 parameters that the model does not have"):
         Engine(link=alone(), level=0).prepare(nn.Linear(3, 2), foreign)
 
 

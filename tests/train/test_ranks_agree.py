@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import TaskContract
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.parallel.batch_norm.shares import BatchNormFrozen
@@ -22,9 +23,8 @@ from paceline.train import loop
 from paceline.train.engine import Engine
 from paceline.train.feed import NothingRead
 from paceline.train.loss import NoGradients
-from paceline.train.prepare import ForeignParameters
 from paceline.train.run import open_run
-from paceline.train.task import Stage, Task
+from paceline.train.task import HasStages, Stage, Task
 from paceline.world.link import Link
 from tests.ranks import ranks, run_ranks
 from tests.train.test_engine import alone
@@ -93,7 +93,7 @@ def test_parameters_without_a_gradient_are_left_alone_as_on_one_rank(optimizer: 
     check("TwoHeads", optimizer=optimizer, weight_decay=0.1)
 
 
-class Teacher(Points):
+class Teacher(Points, HasStages):
     """Keeps a copy of the model at the end of each stage, and freezes a batch norm for the second."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ def test_other_statistics_are_the_first_ranks_everywhere(link: Link) -> None:
 def test_parameters_of_nobodys_model_are_refused(link: Link) -> None:
     engine = Engine(link=link, level=0)
     model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
-    with pytest.raises(ForeignParameters, match="1 parameter that"):
+    with pytest.raises(TaskContract, match="1 parameter that"):
         engine.prepare(model, torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
 
 
@@ -215,7 +215,7 @@ def test_a_detached_loss_is_named(link: Link) -> None:
 # -- one rank is enough to see it -----------------------------------------------------------------------------------
 
 
-class UnequalStages(Points):
+class UnequalStages(Points, HasStages):
     def stages(self) -> list[Stage]:
         return [Stage("long", self.data(80)), Stage("short", self.data(16))]
 

@@ -77,16 +77,19 @@ def test_a_schedule_scales_rates_of_own_groups(capsys: pytest.CaptureFixture[str
     assert [group["lr"] for group in task.optim.param_groups] == pytest.approx([0.005, 0.1])
 
 
-class StepsItself(OwnTask):
-    """Has the scheduler that a loop of one's own would have, under the name that is usual."""
+class StepsItself(OwnTask, paceline.StepsSchedulers):
+    """Steps a scheduler as a plain loop does."""
 
     def optimizer(self, groups: Any, settings: Any, device: torch.device) -> torch.optim.Optimizer:
         optimizer = super().optimizer(groups, settings, device)
-        self.scheduler = one_cycle(optimizer)
+        self.one_cycle = one_cycle(optimizer)
         return optimizer
 
+    def schedulers(self) -> dict[str, Any]:
+        return {"scheduler": self.one_cycle}
+
     def after_step(self, model: nn.Module, step: Any, grains: Any) -> None:
-        self.scheduler.step()
+        self.one_cycle.step()
 
 
 class HandsItOver(OwnTask):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.core.errors import Failed
 from paceline.core.run_folder import RunFolder
 from paceline.observe.journal import read
 from paceline.train.checkpoint import pieces
 from paceline.train.checkpoint import reader as restore
-from paceline.train.checkpoint.writer import Checkpointer, PiecesMissing
+from paceline.train.checkpoint.writer import Checkpointer
 from paceline.world.link import Link
 from paceline.world.store import poll
 from tests.ranks import run_ranks
@@ -122,7 +123,7 @@ def test_a_rank_that_does_not_write_is_named_and_nothing_is_lost(tmp_path: Path)
         writer.save(1, {pieces.shard_name("model", rank, 3): {"w": rows[rank : rank + 1]}}, {})
         writer.wait()
     second.save(2, {pieces.shard_name("model", 1, 3): {"w": rows[1:2]}}, {})
-    with pytest.raises(PiecesMissing, match=r"step-00000002: no pieces from rank 2 in 0.3 s"):
+    with pytest.raises(Failed, match=r"step-00000002: no pieces from rank 2 in 0.3 s"):
         first.save(2, {pieces.shard_name("model", 0, 3): {"w": rows[0:1]}}, {})
     found = restore.newest(tmp_path)
     assert found.checkpoint is not None

@@ -25,7 +25,7 @@ from paceline.train.autotune import timing
 from paceline.train.checkpoint import reader as restore
 from paceline.train.engine import Engine
 from paceline.train.loop import train
-from paceline.train.task import Stage
+from paceline.train.task import HasStages, Stage
 from paceline.world.link import Link
 from tests.bf16 import needs_bf16
 from tests.ranks import ranks, run_ranks
@@ -253,7 +253,7 @@ def test_every_rank_on_its_own_way(tmp_path: Path) -> None:
     assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 
 
-class Halving(BlocksTask):
+class Halving(BlocksTask, HasStages):
     """Looks at gradients after backward, and replaces one; two stages, the second with a new optimizer."""
 
     is_growing = False

@@ -12,28 +12,26 @@ import pytest
 import torch
 from torch import nn
 
+import paceline
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import TaskContract
 from paceline.observe.journal import read
 from paceline.optim import schedule
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.loop import train
 from paceline.train.task import (
-    Accelerates,
-    Exports,
+    OPT_IN,
     HasStages,
-    NoExport,
-    NoInputs,
     NotAttached,
-    NotTraining,
-    ReadsInputs,
-    Recordable,
-    Reports,
+    ReadsWeights,
     SavesState,
+    ShowsSamples,
     Stage,
     Surroundings,
     Task,
     TaskIncomplete,
     export,
+    methods_without_effect,
     overrides,
     read_inputs,
     stages_of,
@@ -61,7 +59,7 @@ from tests.train.small import (
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
-class StagedTask(SmallTask):
+class StagedTask(SmallTask, HasStages):
     """Two stages with other data, 2 epochs of 3 steps and 3 of 2."""
 
     def __init__(self, **second: Any) -> None:
@@ -105,7 +103,7 @@ def test_the_schedule_ends_with_the_run_where_epochs_end_first(tmp_path: Path) -
     assert rates == pytest.approx([LR, LR * 2 / 3, LR / 3])
 
 
-class GrowingTask(StagedTask):
+class GrowingTask(StagedTask, SavesState):
     """The second stage widens the body, and keeps what was learned; the task has a tensor of its own."""
 
     def __init__(self, **second: Any) -> None:
@@ -243,7 +241,7 @@ def test_gradients_come_unscaled_and_unclipped(settings: dict[str, Any]) -> None
 # -- what a task may know, say and show --------------------------------------------------------------------------------
 
 
-class TellingTask(RaggedTask):
+class TellingTask(RaggedTask, ShowsSamples):
     """Gathers while it is set up, shows its validation samples, and is judged by its accuracy."""
 
     monitor = "accuracy"
@@ -287,7 +285,7 @@ def test_a_task_gathers_says_shows_and_is_judged_alike_on_all_ranks(tmp_path: Pa
             assert best_there == accuracy == pytest.approx(best, rel=1e-12)
 
 
-class WeighingTask(SmallTask):
+class WeighingTask(SmallTask, ReadsWeights):
     """Knows files of weights of its own kind."""
 
     def read_weights(self, path: Path) -> Mapping[str, torch.Tensor] | None:
@@ -374,19 +372,50 @@ def test_a_task_has_no_surroundings_before_it_is_attached() -> None:
     task.say("a line")
     assert said == ["a line"]
     assert task.gather(7) == [7]
-    with pytest.raises(NotTraining, match="while a task is trained"):
+    with pytest.raises(TaskContract, match="only available during training"):
         task.evaluating()
 
 
-def test_what_a_task_can_do_is_asked_by_type_and_has_defaults() -> None:
+class NamedLikeHooks(SmallTask):
+    """Methods and attributes with names of base classes that the task does not have."""
+
+    counts = (1, 2)
+
+    def report(self) -> None:
+        raise AssertionError
+
+    def state(self) -> dict[str, torch.Tensor]:
+        raise AssertionError
+
+    def samples(self, folder: Path) -> list[str]:
+        raise AssertionError
+
+
+def test_methods_without_their_base_class_are_reported_and_not_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = NamedLikeHooks()
+    lines = methods_without_effect(task)
+    assert lines == [
+        "task NamedLikeHooks defines `state`, but does not inherit from `paceline.SavesState`: it has no effect",
+        "task NamedLikeHooks defines `report`, but does not inherit from `paceline.Reports`: it has no effect",
+    ]
+    train(opened(task, tmp_path / "run", epochs=1, progress="lines"))
+    assert lines[0] in " ".join(capsys.readouterr().out.split())
+    assert methods_without_effect(StagedTask()) == []
+
+
+def test_every_base_class_is_public() -> None:
+    assert {kind.__name__ for kind in OPT_IN} <= set(paceline.__all__)
+
+
+def test_a_task_without_a_base_class_has_defaults() -> None:
     plain, staged = SmallTask(), StagedTask()
-    assert not isinstance(plain, HasStages | Exports | ReadsInputs | Accelerates | Recordable | SavesState | Reports)
-    assert isinstance(staged, HasStages)
     assert [stage.name for stage in stages_of(plain)] == ["train"]
     assert [stage.name for stage in stages_of(staged)] == ["first", "second"]
-    with pytest.raises(NoExport, match="task SmallTask has no `export`"):
+    with pytest.raises(TaskContract, match="task SmallTask has no `export`"):
         export(plain, Path("folder"), {}, {})
-    with pytest.raises(NoInputs, match=r"task SmallTask does not know what to do with a\.wav b\.wav"):
+    with pytest.raises(TaskContract, match=r"task SmallTask cannot read a\.wav b\.wav"):
         read_inputs(plain, ["a.wav", "b.wav"])
     with pytest.raises(TaskIncomplete, match="task Curious has no `loss`") as error:
         Curious().loss(nn.Identity(), None)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from paceline.speed.precision import Capabilities
 from paceline.train import loop
 from paceline.train.find_task import find_task
 from paceline.train.run import Run, open_run
-from paceline.train.task import Stage, Task
+from paceline.train.task import HasLengths, HasStages, Stage, Task
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.sharded import NUM_SAMPLES, WIDTH, Net, Norm, points
@@ -133,7 +133,7 @@ COMMON: dict[str, Any] = {
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
-class PairTask(Task):
+class PairTask(Task, HasLengths):
     """Blocks with batch norm on points that have lengths; stops itself where a run is to be resumed."""
 
     stops = False
@@ -173,7 +173,7 @@ class StreamTask(PairTask):
         return Walk()
 
 
-class StagesTask(PairTask):
+class StagesTask(PairTask, HasStages):
     def stages(self) -> list[Stage]:
         return [Stage("one", points(NUM_SAMPLES, seed=1)), Stage("two", points(24, seed=4), restart_optimizer=True)]
 

@@ -70,7 +70,7 @@ def points(number: int, seed: int) -> TensorDataset:
     return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
 
 
-class Plain(paceline.Task):
+class Plain(paceline.Task, paceline.SavesState):
     """A net with batch norm and dropout, and a state of its own in checkpoints."""
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from paceline.cli.eval import settings_of, task_of
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section
 from paceline.core.cloud.address import Place, local_path, shown
+from paceline.core.errors import Conflict
 from paceline.core.language import said
 from paceline.core.run_folder import RunRecord
 from paceline.core.terminal import emit, tell, warn
@@ -134,7 +135,7 @@ def _average(options: AverageOptions, task: Task | None = None) -> Averaged:
     record = apply.read_run(options.run)
     chosen = {"last": options.last, "best": options.best, "from_step": options.from_step, "to_step": options.to_step}
     if options.last is not None and options.best is not None:
-        raise means.LastAndBest
+        raise Conflict("both `--last` and `--best` are given", hint="give one of them")
     name = options.name or means.default_name(**chosen)
     means.check_name(options.run, name)
     parts = means.choose_parts(options.run, **chosen)

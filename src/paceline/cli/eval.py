@@ -22,8 +22,8 @@ from paceline.config.problems import WORDS, SettingsInvalid
 from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.cloud.address import Place, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.errors import PacelineError
-from paceline.core.language import phrase, said
+from paceline.core.errors import Conflict, NotFound, NotInstalled, PacelineError
+from paceline.core.language import phrase
 from paceline.core.paths import near
 from paceline.core.plugins import are_enabled
 from paceline.core.plugins import names as plugin_names
@@ -82,23 +82,6 @@ OPTIONS, POSITIONAL = EvalOptions, ("run",)
 Options = TypeVar("Options", bound=UseOptions)
 
 
-class NotOfRun(PacelineError):
-    """An option that chooses something of a run, for a model without a run."""
-
-    path: Path
-    option: str
-    sentence = "{path} is a model by itself, not a run: `{option}` has nothing to choose from"
-    hint = "leave it out"
-
-
-class NoManifests(PacelineError):
-    """Manifests for a task that reads none."""
-
-    spec: str
-    sentence = "the task {spec} reads no manifests"
-    hint = "leave out `--manifest`"
-
-
 class NoDataFunction(PacelineError):
     """`--data` names nothing that returns data."""
 
@@ -108,17 +91,10 @@ class NoDataFunction(PacelineError):
     hint = "give it as path/to/file.py:function, a function without arguments that returns a data set"
 
 
-class DataTwice(PacelineError):
-    """Both `--data` and files name what is to be read."""
-
-    data: str
-    inputs: Sequence[str]
-    sentence = "both `--data {data}` and {first_inputs} are given"
-    hint = "give one of them"
-
-    @property
-    def first_inputs(self) -> str:
-        return f"{' '.join(self.inputs[:3])}{' ...' * (len(self.inputs) > 3)}"
+def data_twice(data: str, inputs: Sequence[str]) -> Conflict:
+    """Return the error of `--data` besides files."""
+    files = f"{' '.join(inputs[:3])}{' ...' * (len(inputs) > 3)}"
+    return Conflict(f"both `--data {data}` and {files} are given", hint="give one of them")
 
 
 class TaskGone(PacelineError):
@@ -129,35 +105,6 @@ class TaskGone(PacelineError):
     why: Exception
     sentence = "{run} was made with the task {spec}, which cannot be loaded: {why}"
     hint = "put it back, or say where it is now with `--task path/to/file.py:ClassName`"
-
-
-class TaskUnplaced(PacelineError):
-    """A run of `paceline.fit` whose task cannot be found again by itself."""
-
-    run: Path
-    name: str
-    sentence = (
-        "{run} was made by paceline.fit with the task {name}, and does not know where that is: it was defined in a "
-        "notebook or a function, takes arguments, or the run is of an earlier version"
-    )
-    hint = "say it: `--task path/to/file.py:{name}`, or in Python paceline.load(run, task={name}(...))"
-
-
-class PluginGone(PacelineError):
-    """The plugin whose recipe a run was made with is not installed, or plugins are left out."""
-
-    run: Path
-    recipe: str
-    package: str
-    version: str
-    sentence = "{run} was made with the recipe {recipe!r} of {package} {version}, which is not there"
-    hint = "{advice}"
-
-    @property
-    def advice(self) -> str:
-        if not are_enabled():
-            return said("leave out `--no-plugins`")
-        return f"`pip install {self.package}=={self.version}`"
 
 
 class SettingsOutdated(PacelineError):
@@ -185,7 +132,7 @@ def evaluate(options: EvalOptions) -> int:
     task, config, link = open_run(options, {"mode": "eval"}, {"val_manifest": options.manifest})
     with link:
         if options.data is not None and options.manifest:
-            raise DataTwice(options.data, options.manifest)
+            raise data_twice(options.data, options.manifest)
         sets = None if options.data is None else _sets(options.data)
         restored = restore(task, config, link, options)
         metrics = apply.evaluate_stepper(task, config, restored.stepper, restored.grains, sets)
@@ -298,7 +245,7 @@ def open_run(
     values = {name: value for name, value in values.items() if name not in forgotten} | typed
     for name, manifest in manifests.items():
         if manifest and name not in task.Settings.model_fields:
-            raise NoManifests(str(record.task))
+            raise Conflict(f"the task {record.task} reads no manifests", hint="leave out `--manifest`")
         values |= {name: manifest} if manifest else {}
     if options.level is not None:
         values |= {"level": options.level, "precision": None}  # a level asked for is not to be overruled by the run's
@@ -325,7 +272,10 @@ def _opened(options: UseOptions) -> tuple[RunRecord, Task]:
         return record, task_of(options.run, options.task, record)
     for name in ("checkpoint", "average", "task"):
         if name in options.model_fields_set:
-            raise NotOfRun(options.run, f"--{name}")
+            raise Conflict(
+                f"{options.run} is a model by itself, not a run: `--{name}` has nothing to choose from",
+                hint="leave it out",
+            )
     task = load_task(recipe)
     assert isinstance(task, ReadsModels)
     return RunRecord(dict(task.model_settings(options.run)), recipe), task
@@ -360,9 +310,17 @@ def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:
             recipe = plugin.get("name", spec)
             if recipe in plugin_names("recipes"):  # `paceline.fit` recorded its class
                 return load_task(recipe)
-            raise PluginGone(run, recipe, plugin.get("package", ""), plugin.get("version", "")) from error
+            package, version = plugin.get("package", ""), plugin.get("version", "")
+            raise NotInstalled(
+                f"{run} was made with the recipe {recipe!r} of {package} {version}, which is not installed",
+                hint=f"`pip install {package}=={version}`" if are_enabled() else "leave out `--no-plugins`",
+            ) from error
         if ":" not in spec:
-            raise TaskUnplaced(run, spec) from None
+            raise NotFound(
+                f"{run} was made by paceline.fit with the task {spec}, whose place is unknown: it was defined in a "
+                "notebook or a function, takes arguments, or the run is of an earlier version",
+                hint=f"add `--task path/to/file.py:{spec}`, or in Python paceline.load(run, task={spec}(...))",
+            ) from None
         raise TaskGone(run, spec, error) from error
 
 

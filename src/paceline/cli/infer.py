@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.cli.eval import DataTwice, UseOptions, call_data_function, open_run, restore, run_here_or_on_procs
+from paceline.cli.eval import UseOptions, call_data_function, data_twice, open_run, restore, run_here_or_on_procs
 from paceline.core.cloud.address import Place, shown
 from paceline.core.cloud.file_copy import send
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict
 from paceline.core.language import said
 from paceline.core.terminal import tell
 
@@ -33,19 +33,6 @@ class InferOptions(UseOptions):
     """File for the predictions instead of the console."""
 
 
-class OneRankStreams(PacelineError):
-    """More than one rank, for inputs that are predicted while they are read."""
-
-    inputs: Sequence[str]
-    ranks: int
-    sentence = "{first} is predicted piece by piece while it is read, which one rank does alone; there are {ranks}"
-    hint = "leave out `--procs`, and start it without a launcher"
-
-    @property
-    def first(self) -> str:
-        return said("standard input") if _STANDARD_INPUT in self.inputs else self.inputs[0]
-
-
 _STANDARD_INPUT = "-"
 OPTIONS, POSITIONAL = InferOptions, ("run", "inputs")
 
@@ -66,16 +53,21 @@ def infer(options: InferOptions) -> int:
     with link:
         inputs = [*options.inputs, *options.manifest]
         if inputs and options.data is not None:
-            raise DataTwice(options.data, inputs)
+            raise data_twice(options.data, inputs)
         data = None if options.data is None else call_data_function(options.data)
         if data is None:
             apply.attach(task, config, link)
             if isinstance(task, tasks.StreamsInputs) and inputs and task.is_stream(inputs):
                 if link.world.size > 1:
-                    raise OneRankStreams(inputs, link.world.size)
+                    first = "standard input" if _STANDARD_INPUT in inputs else inputs[0]
+                    raise Conflict(
+                        f"{first} is predicted piece by piece while it is read, which one rank does alone; there are "
+                        f"{link.world.size}",
+                        hint="leave out `--procs`, and start it without a launcher",
+                    )
                 return _stream(task, config, link, inputs, options)
             # here, for the names that it may have
-            data = tasks.read_inputs(task, inputs) if inputs else tasks.infer_data_of(task)
+            data = tasks.read_inputs(task, inputs) if inputs else task.infer_data()
         restored = restore(task, config, link, options)
         pairs = apply.predict_stepper(task, config, restored.stepper, restored.grains, data)
         traits = DatasetTraits(data)

@@ -17,11 +17,12 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import address_of, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, NotFound, PacelineError, TaskContract
 from paceline.core.keys import key
-from paceline.core.language import phrase, said
+from paceline.core.language import phrase
 from paceline.core.run_folder import NotARun, RunFolder, RunRecord
 from paceline.core.terminal import warn
+from paceline.core.units import counted
 from paceline.data.collate import stack_collate
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain, map_tensors
@@ -69,88 +70,6 @@ class NoCheckpoint(PacelineError):
     advice: str
     sentence = "{what}"
     hint = "{advice}"
-
-
-class NothingToValidate(PacelineError):
-    """A task without validation sets."""
-
-    task: Task
-    sentence = "{name} has no validation sets"
-    hint = "give the task a `val_data()` that returns data sets by name"
-
-    @property
-    def name(self) -> str:
-        return type(self.task).__name__
-
-
-class NothingToPredict(PacelineError):
-    """A task that names no data for inference."""
-
-    task: Task
-    sentence = "{name} has neither `infer_data` nor validation sets"
-    hint = "give the task an `infer_data()`, or name a function that returns a data set: `--data file.py:function`"
-
-    @property
-    def name(self) -> str:
-        return type(self.task).__name__
-
-
-class CannotPredict(PacelineError):
-    """A task without `predict`."""
-
-    task: Task
-    sentence = "{name} has no `predict`"
-    hint = "give it `def predict(self, model, grain)`, which returns one entry per sample of the grain"
-
-    @property
-    def name(self) -> str:
-        return type(self.task).__name__
-
-
-class InputsUnknown(PacelineError):
-    """A model of which nobody knows with what it is called, since the grain has no `x`."""
-
-    task: Task
-    entries: Sequence[str]
-    sentence = "what the model of {name} is called with is not known: its grains have no `x`, but {listed_entries}"
-    hint = "{advice}"
-
-    @property
-    def name(self) -> str:
-        return type(self.task).__name__
-
-    @property
-    def listed_entries(self) -> str:
-        return ", ".join(f"`{entry}`" for entry in self.entries) or "nothing"
-
-    @property
-    def first(self) -> str:
-        return self.entries[0] if self.entries else "x"
-
-    @property
-    def advice(self) -> str:
-        if isinstance(self.task, tasks.Exports):
-            return phrase("leave out `--format`: the task has a form of its own; or give it `example_inputs(grain)`")
-        return phrase(
-            "give the task `def example_inputs(self, grain)` that returns a tuple, such as `(grain.{first},)`",
-            first=self.first,
-        )
-
-
-class PredictionContract(PacelineError):
-    """A prediction that does not have one entry per sample."""
-
-    prediction: Any
-    num_samples: int
-    sentence = "`predict` returned a {what} for {num_samples:#sample}"
-    hint = "return a tensor whose first axis are the samples, or a list with one entry per sample"
-
-    @property
-    def what(self) -> str:
-        if isinstance(self.prediction, torch.Tensor):
-            return f"tensor of shape {tuple(self.prediction.shape)}"
-        kind = type(self.prediction).__name__
-        return f"list of {len(self.prediction)}" if isinstance(self.prediction, list) else kind
 
 
 # -- a run and its checkpoints -----------------------------------------------------------------------------------------
@@ -226,33 +145,6 @@ def _named_checkpoint(folder: Path, checkpoints: Path, place: Path) -> Path:
     raise NoCheckpoint(phrase("{path} is not a checkpoint", path=shown(place)), hint)
 
 
-class NothingToAverage(PacelineError):
-    """The mean of no checkpoint."""
-
-    number: int
-    sentence = "`average` is {number}"
-    hint = "give the number of checkpoints to take the mean of, 1 or more"
-
-
-class TooFewToAverage(PacelineError):
-    """Fewer checkpoints than are to be averaged."""
-
-    checkpoint: Path
-    number: int
-    names: Sequence[str]
-    """Of those that are there."""
-    sentence = "{number:#checkpoint} up to {checkpoint.name} cannot be averaged: there {are} {listed_names}"
-    hint = "average fewer, or train with `--keep-last {number}`, which keeps so many"
-
-    @property
-    def are(self) -> str:
-        return said("is only") if len(self.names) == 1 else said("are only")
-
-    @property
-    def listed_names(self) -> str:
-        return ", ".join(self.names)
-
-
 def read_weights(checkpoint: Path, average: int = 1) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint by name (their moving average, if the run kept one), or the mean of so many:
     of it and of those before it."""
@@ -264,10 +156,16 @@ def read_weights(checkpoint: Path, average: int = 1) -> dict[str, torch.Tensor]:
 def last_checkpoints(checkpoint: Path, number: int) -> list[Path]:
     """Return a checkpoint and those before it, so many together, the newest first."""
     if number < 1:
-        raise NothingToAverage(number)
+        raise InvalidSetting(
+            f"`average` is {number}", hint="give the number of checkpoints to take the mean of, 1 or more"
+        )
     older = [path for path in listed(checkpoint.parent) if path.name <= checkpoint.name]
     if len(older) < number:
-        raise TooFewToAverage(checkpoint, number, [path.name for path in older])
+        raise NotFound(
+            f"{counted(number, 'checkpoint')} up to {checkpoint.name} cannot be averaged: there "
+            f"{'is' if len(older) == 1 else 'are'} only {', '.join(path.name for path in older)}",
+            hint=f"average fewer, or train with `--keep-last {number}`",
+        )
     return older[:number]
 
 
@@ -326,7 +224,8 @@ def restore_for_use(
 def restore_model(task: Task, config: TrainConfig, link: Link, path: Path) -> Stepper:
     """Return a stepper whose model has the weights of a file of the task's own kind, which no run is around: see
     `ReadsModels`."""
-    assert isinstance(task, tasks.ReadsModels)
+    if not isinstance(task, tasks.ReadsModels):
+        raise TaskContract(f"task {type(task).__name__} cannot read {path}", hint="inherit from `paceline.ReadsModels`")
     tasks.check_ranks(task, config, link)
     attach(task, config, link)
     stepper = _stepper_for_use(task, config, link, choice=None, num_stages=0)
@@ -364,18 +263,34 @@ def attach(task: Task, config: TrainConfig, link: Link) -> None:
 
 
 def example_inputs(task: Task, config: TrainConfig, link: Link) -> tuple[Any, ...]:
-    """Return what the task's model is called with, of a few samples: see `HasExampleInputs`."""
-    data = take_out(tasks.infer_data_of(task))
-    if data.dataset is None:
-        raise NothingToPredict(task)
+    """Return what the task's model is called with, of a few samples: see `Task.example_inputs`."""
+    data = take_out(_infer_data(task))
     samples = np.arange(min(2, len(data.dataset)), dtype=np.int64)
     collate = task.collate or data.collate or stack_collate
     grain = Grain(collate([data.dataset[int(number)] for number in samples]), 0, samples).to(link.device)
-    if isinstance(task, tasks.HasExampleInputs):
-        return tuple(task.example_inputs(grain))
-    if isinstance(grain.data, Mapping) and "x" not in grain.data:
-        raise InputsUnknown(task, tuple(map(str, grain.data)))
-    return (grain.data if isinstance(grain.data, torch.Tensor) else grain.x,)
+    if not overrides(task, "example_inputs") and isinstance(grain.data, Mapping) and "x" not in grain.data:
+        entries = [str(entry) for entry in grain.data]
+        advice = "give the task `def example_inputs(self, grain)` that returns a tuple, such as "
+        advice += f"`(grain.{entries[0] if entries else 'x'},)`"
+        if isinstance(task, tasks.Exports):
+            advice = "leave out `--format`: the task has a form of its own; or give it `example_inputs(grain)`"
+        raise TaskContract(
+            f"the inputs of the model of {type(task).__name__} are unknown: its grains have no `x`, but "
+            f"{', '.join(f'`{entry}`' for entry in entries) or 'nothing'}",
+            hint=advice,
+        )
+    return tuple(task.example_inputs(grain))
+
+
+def _infer_data(task: Task) -> Any:
+    data = task.infer_data()
+    if data is None:
+        raise TaskContract(
+            f"{type(task).__name__} has neither `infer_data` nor validation sets",
+            hint="give the task an `infer_data()`, or name a function that returns a data set: "
+            "`--data file.py:function`",
+        )
+    return data
 
 
 def _load(checkpoint: Path, *, verify: bool) -> reader.Checkpoint:
@@ -418,7 +333,10 @@ def evaluate_stepper(
     """Return metrics of the model in a stepper, as `evaluate_run` does of a checkpoint."""
     validation = Validation(task, stepper, config, grains, tasks.val_data_of(task) if sets is None else sets)
     if validation.is_empty:
-        raise NothingToValidate(task)
+        raise TaskContract(
+            f"{type(task).__name__} has no validation sets",
+            hint="give the task a `val_data()` that returns data sets by name",
+        )
     with closing(validation):
         metrics = validation.run()
     tasks.report(task)
@@ -449,10 +367,11 @@ def predict_stepper(
 ) -> Iterator[tuple[int, Any]]:
     """Yield predictions of the model in a stepper, as `predict_run` does of a checkpoint."""
     if not overrides(task, "predict"):
-        raise CannotPredict(task)
-    data = tasks.infer_data_of(task) if data is None else data
-    if data is None:
-        raise NothingToPredict(task)
+        raise TaskContract(
+            f"{type(task).__name__} has no `predict`",
+            hint="give it `def predict(self, model, grain)`, which returns one entry per sample of the grain",
+        )
+    data = _infer_data(task) if data is None else data
     batches = fixed_set(task, stepper, config, grains, "the data to predict", data, in_order=True)
     return _predict(task, stepper, batches, config.limit_batches)
 
@@ -493,6 +412,11 @@ def _predict_grain(task: Task, stepper: Stepper, grain: Grain, step: int) -> tup
     prediction = task.predict(stepper.model, grain)
     is_tensor = isinstance(prediction, torch.Tensor) and prediction.dim() > 0
     if not (is_tensor or isinstance(prediction, list)) or len(prediction) != len(grain):
-        raise PredictionContract(prediction, len(grain))
+        shape = f"tensor of shape {tuple(prediction.shape)}" if isinstance(prediction, torch.Tensor) else ""
+        length = f"list of {len(prediction)}" if isinstance(prediction, list) else type(prediction).__name__
+        raise TaskContract(
+            f"`predict` returned a {shape or length} for {counted(len(grain), 'sample')}",
+            hint="return a tensor whose first axis are the samples, or a list with one entry per sample",
+        )
     # A copy: a slice that travels to another rank would take the whole tensor with it.
     return grain.samples.tolist(), map_tensors(lambda tensor: tensor.detach().cpu().clone(), prediction)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import sync
-from paceline.core.errors import PacelineError
-from paceline.core.language import phrase, said
+from paceline.core.errors import Conflict, NotFound, PacelineError
+from paceline.core.language import phrase
 from paceline.core.run_folder import RunFolder
+from paceline.core.units import counted
 from paceline.data.dataset import DatasetTraits
 from paceline.data.torch_loader import take_out
 from paceline.train import apply
@@ -44,43 +45,13 @@ from paceline.train.validate import fixed_set
 from paceline.world.link import Link
 
 
-class TooFewCheckpoints(PacelineError):
-    """Fewer checkpoints than a mean needs."""
-
-    run: Path
-    wanted: int
-    names: Sequence[str]
-    """Of those that there are to choose from."""
-    kind: str = ""
-    sentence = "{wanted:#checkpoint} of {run} cannot be averaged: {there}"
-    hint = "{advice}"
-
-    @property
-    def there(self) -> str:
-        names = ", ".join(self.names)
-        if not names:
-            return said("there is none {kind}").format(kind=said(self.kind)).rstrip()
-        return (
-            said("there {are} {names} {kind}")
-            .format(
-                are=said("is only") if len(self.names) == 1 else said("are only"), names=names, kind=said(self.kind)
-            )
-            .rstrip()
-        )
-
-    @property
-    def advice(self) -> str:
-        keep = said("train with `--keep-last {number}`, which keeps so many").format(number=max(self.wanted, 10))
-        if len(self.names) < 2:
-            return keep
-        return said("average {number}, or {keep}").format(number=len(self.names), keep=keep)
-
-
-class LastAndBest(PacelineError):
-    """Two ways to choose checkpoints."""
-
-    sentence = "both `--last` and `--best` are given"
-    hint = "give one of them"
+def _too_few(run: Path, wanted: int, names: Sequence[str], kind: str) -> NotFound:
+    """Return the error of a mean of more checkpoints than the `names` that there are to choose from."""
+    be = "is" if len(names) == 1 else "are"
+    there = f"there {be} only {', '.join(names)} {kind}" if names else f"there is none {kind}"
+    keep = f"train with `--keep-last {max(wanted, 10)}`"
+    hint = keep if len(names) < 2 else f"average {len(names)}, or {keep}"
+    return NotFound(f"{counted(wanted, 'checkpoint')} of {run} cannot be averaged: {there.rstrip()}", hint=hint)
 
 
 class ShapesDiffer(PacelineError):
@@ -90,16 +61,6 @@ class ShapesDiffer(PacelineError):
     first: Path
     second: Path
     sentence = "{name} has another shape in {first.name} than in {second.name}: they have no mean"
-    hint = "average checkpoints of one stage: `--from-step`, `--to-step`"
-
-
-class OnlyInOne(PacelineError):
-    """A weight that not all checkpoints have, as of a model that grows from stage to stage."""
-
-    name: str
-    first: Path
-    second: Path
-    sentence = "{name} is in {first.name} and not in {second.name}: they have no mean"
     hint = "average checkpoints of one stage: `--from-step`, `--to-step`"
 
 
@@ -151,7 +112,7 @@ def choose_parts(
         kind = "with a score"
     number = best if best is not None else last if last is not None else max(2, len(paths))
     if len(paths) < number:
-        raise TooFewCheckpoints(folder, number, [path.name for path in paths], kind)
+        raise _too_few(folder, number, [path.name for path in paths], kind)
     newest_first = sorted(paths[:number], key=step_of, reverse=True)
     return [Part(path, step_of(path), score_of(path)[0]) for path in newest_first]
 
@@ -178,7 +139,10 @@ def mean_of(parts: Sequence[Part]) -> dict[str, Tensor]:
     for part, weights in zip(parts, each, strict=True):
         for name in sorted(each[0].keys() ^ weights.keys()):
             has, lacks = (parts[0], part) if name in each[0] else (part, parts[0])
-            raise OnlyInOne(name, has.path, lacks.path)
+            raise Conflict(
+                f"{name} is in {has.path.name} and not in {lacks.path.name}: they have no mean",
+                hint="average checkpoints of one stage: `--from-step`, `--to-step`",
+            )
         for name, tensor in each[0].items():
             if weights[name].shape != tensor.shape:
                 raise ShapesDiffer(name, parts[0].path, part.path)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.config.compared import shared_settings
 from paceline.config.python_call import kind_of, settings_of_call, settings_or_config
 from paceline.config.settings import DataSettings, EngineConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import WrongType
 from paceline.core.terminal import warn
 from paceline.data.dataset import DatasetTraits, fingerprint
 from paceline.data.grain import Batch, Grain
@@ -50,18 +50,6 @@ if TYPE_CHECKING:
     from paceline.config.arguments import DataArguments, EngineArguments
 
 
-class NotALink(PacelineError, TypeError):
-    """Something else where the ranks of another engine belong."""
-
-    value: Any
-    sentence = "`link` of paceline.Engine is {what}, not a link of ranks"
-    hint = "share the ranks of another engine with `link=other.link`, or leave it out"
-
-    @property
-    def what(self) -> str:
-        return kind_of(self.value)
-
-
 @dataclass
 class _Reading:
     """Place of `Engine.batches` in its data."""
@@ -88,7 +76,10 @@ class Engine:
     ) -> None:
         self.config = settings_or_config(EngineConfig, config, settings, "paceline.Engine", more=("link", "clock"))
         if link is not None and not isinstance(link, Link):
-            raise NotALink(link)
+            raise WrongType(
+                f"`link` of paceline.Engine is {kind_of(link)}, not a link of ranks",
+                hint="share the ranks of another engine with `link=other.link`, or leave it out",
+            )
         self._owns_link = link is None
         self.link = link or from_settings(self.config)
         self.device = self.link.device

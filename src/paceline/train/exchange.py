@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.disk import sync
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import AlreadyExists, NotInstalled, PacelineError, TaskContract, first_line
 from paceline.core.language import phrase
 
 Format = Literal["safetensors", "torch", "dcp", "onnx"]
@@ -50,31 +50,6 @@ class UnreadableWeights(PacelineError):
         "give a checkpoint, a .safetensors file, a .pt file with a state dict (`torch.save(model.state_dict(), ...)`), "
         "a Hugging Face folder, or a torch.distributed.checkpoint"
     )
-
-
-class ExportExists(PacelineError):
-    """A folder for an export that has other things in it."""
-
-    folder: Path
-    sentence = "{folder} has other things in it"
-    hint = "name a folder that is not there yet, or an earlier export"
-
-
-class OnnxMissing(PacelineError):
-    """Export to ONNX without torch's exporter."""
-
-    package: str
-    sentence = "export to ONNX needs the package {package}, which is not installed"
-    hint = "pip install onnx onnxscript"
-
-
-class OnnxInputs(PacelineError):
-    """Export to ONNX of a task of which nobody knows how its model is called."""
-
-    task: str
-    why: str
-    sentence = "the model of {task} cannot be exported to ONNX: {why}"
-    hint = "give the task an `example_inputs(grain)` that returns a tuple: what its model is called with"
 
 
 def is_export(folder: Path) -> bool:
@@ -274,7 +249,10 @@ def write_onnx(
     """Write a model as ONNX, of any batch size; it must be in evaluation mode."""
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
-            raise OnnxMissing(package)
+            raise NotInstalled(
+                f"export to ONNX needs the package {package}, which is not installed",
+                hint="pip install onnx onnxscript",
+            )
     _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -285,7 +263,10 @@ def write_onnx(
         try:
             torch.onnx.export(model, inputs, aside / NAMES["onnx"], dynamo=True, dynamic_shapes=shapes, verbose=False)
         except Exception as error:  # whatever torch cannot turn into a graph
-            raise OnnxInputs(task, first_line(error)) from error
+            raise TaskContract(
+                f"the model of {task} cannot be exported to ONNX: {first_line(error)}",
+                hint="give the task an `example_inputs(grain)` that returns a tuple: what its model is called with",
+            ) from error
         _finish(aside, folder, "onnx", about)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -301,7 +282,9 @@ def _write_dcp(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _check_free(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / ABOUT).is_file())):
-        raise ExportExists(folder)
+        raise AlreadyExists(
+            f"{folder} contains other files", hint="name a folder that does not exist yet, or an earlier export"
+        )
 
 
 def _finish(aside: Path, folder: Path, form: Format, about: Mapping[str, Any]) -> None:

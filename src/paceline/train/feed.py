@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
 
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from paceline.config.change_points import value_at
 from paceline.config.settings import DataSettings
-from paceline.core.errors import PacelineError
-from paceline.core.language import said
+from paceline.core.errors import PacelineError, RanksDiffer
 from paceline.core.together import Exclusion
-from paceline.core.units import worded
+from paceline.core.units import counted
 from paceline.data.dataset import Collate, DatasetTraits, fingerprint
 from paceline.data.fetch import Request
 from paceline.data.grain import Batch, Grain
@@ -85,21 +84,6 @@ class StreamState(PacelineError):
     kind: str
     sentence = "the `state_dict` of the training data holds a {kind}, which cannot be saved"
     hint = "return numbers, text, bytes, lists, dictionaries, tensors and arrays"
-
-
-class RanksDiffer(PacelineError):
-    """Ranks have read different data."""
-
-    sizes: Sequence[int]
-    sentence = "ranks have other training data: {sizes[0]:#sample} on rank 0, {difference}"
-    hint = "let all ranks read the same files; a copy on one of the machines may be old or cut short"
-
-    @property
-    def difference(self) -> str:
-        rank = next((rank for rank, size in enumerate(self.sizes) if size != self.sizes[0]), None)
-        if rank is None:
-            return said("of the same size, but not the same")
-        return worded(said("{number:#sample} on rank {rank}"), {"number": self.sizes[rank], "rank": rank})
 
 
 class DataChanged(PacelineError):
@@ -384,8 +368,7 @@ class Feed:
         per_pass = len(self.data) if self._counts is None else float(self._counts.sum())
         common = max(1.0, per_pass * size / (steps * self._config.partition_epoch))
         for batch in batches:
-            batch.count = common
-            yield batch
+            yield replace(batch, count=common)
 
     def _epochs(self, epoch: int, steps: range) -> Iterator[EpochSteps]:
         """Yield these steps of an epoch and then the epochs that workers may read on into while it is trained on."""
@@ -406,7 +389,7 @@ class Feed:
         limit = self._config.limit_batches
         for batch in self._streamed_for_ever(epoch, start):
             if limit is not None and batch.step + 1 >= limit:
-                batch.has_next, batch.is_last = False, True
+                batch = replace(batch, has_next=False, is_last=True)
             yield batch
             if batch.is_last:
                 return
@@ -425,7 +408,15 @@ class Feed:
 def check_ranks(everyone: Sequence[tuple[int, str]]) -> None:
     """Raise `RanksDiffer` unless all ranks have the same (size, fingerprint)."""
     if len(set(everyone)) > 1:
-        raise RanksDiffer(tuple(size for size, _ in everyone))
+        sizes = [size for size, _ in everyone]
+        rank = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
+        other = "of the same size, but not the same"
+        if rank is not None:
+            other = f"{counted(sizes[rank], 'sample')} on rank {rank}"
+        raise RanksDiffer(
+            f"ranks have different training data: {counted(sizes[0], 'sample')} on rank 0, {other}",
+            hint="let all ranks read the same files; a copy on one of the machines may be old or cut short",
+        )
 
 
 def _check_stream(config: DataSettings) -> None:

@@ -144,9 +144,7 @@ def _dumped_error(error: PacelineError) -> bytes:
     try:
         return _dumped(error)
     except TaskNotPortable:
-        words = PacelineError(str(error))
-        words.hint = error.hint
-        return _dumped(words)
+        return _dumped(PacelineError(str(error), hint=error.hint))
 
 
 def work(folder: Path) -> int:

@@ -75,18 +75,6 @@ class OutOfMemory(PacelineError):
         ).format(grains=2 * self.num_grains)
 
 
-class GraphsFailed(PacelineError):
-    """The device reports an error while steps are replayed from CUDA graphs."""
-
-    reason: str
-    ranks: int
-    sentence = "the device failed in a step that is replayed from CUDA graphs ({ranks:#rank}): {reason}"
-    hint = (
-        "resume with `--no-cuda-graphs`, the same steps without graphs: if that trains, graphs are at fault on this"
-        " machine; if it fails, too, `CUDA_LAUNCH_BLOCKING=1` shows where"
-    )
-
-
 def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
     """Return (sum, count, outputs) of what a loss function returned, checked."""
     if not isinstance(result, tuple):

@@ -29,7 +29,7 @@ from paceline.train.feed import Feed
 from paceline.train.prepare import sums_in_tree
 from paceline.train.step_profile import BackwardWatch, WatchedPass
 from paceline.train.stepper import Stepper
-from paceline.train.task import CountsFlops, Task
+from paceline.train.task import Reports, Task
 
 
 def make_clock(device: torch.device) -> Clock:
@@ -84,7 +84,7 @@ class Meter:
         if self._lengths is not None and total is not None:
             self._stretch = total / (float(self._lengths.sum(dtype=float)) or 1.0)
         task = self._task
-        flops = task.flops(self._stepper.model) if isinstance(task, CountsFlops) else None
+        flops = task.flops(self._stepper.model) if isinstance(task, Reports) else None
         self.units = Units(task.sample_unit, task.length_unit, task.count_unit, flops, task.rate_words)
 
     def note(self, batch: Batch) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import PacelineError, TaskContract, first_line
 from paceline.data.grain import map_tensors
 from paceline.world.link import Link
 
@@ -35,65 +35,6 @@ class MetricContract(PacelineError):
     @property
     def kind(self) -> str:
         return type(self.value).__name__
-
-
-class MetricChanged(PacelineError):
-    """A metric that one batch gave as sums and another in another form."""
-
-    name: str
-    sentence = "metric {name!r} is not of the same kind in all batches"
-    hint = "return it as a pair, as `Gathered` or as a torchmetrics object, always the same"
-
-
-class MetricFails(PacelineError):
-    """A metric whose function failed on the rank that called it."""
-
-    name: str
-    rank: int
-    reason: str
-    sentence = "metric {name!r} failed on rank {rank}: {reason}"
-    hint = "look at the traceback of that rank; the function gets the values of all batches, in the order of the data"
-
-
-class GatheredValue(PacelineError):
-    """A function of `Gathered` that returned something else than numbers."""
-
-    name: str
-    value: Any
-    sentence = "the function of metric {name!r} returned {kind}, not a number"
-    hint = "return a float, a tensor with one element, or a dictionary of them"
-
-    @property
-    def kind(self) -> str:
-        return type(self.value).__name__
-
-
-class MetricOfWindow(PacelineError):
-    """A torchmetrics object whose value depends on which updates came last."""
-
-    name: str
-    metric: Any
-    sentence = "metric {name!r} is a {kind}, which is of the last batches alone: ranks have batches of their own"
-    hint = "return the metric that it is made of: it is of the whole set"
-
-    @property
-    def kind(self) -> str:
-        return type(self.metric).__name__
-
-
-class GatheredShapes(PacelineError):
-    """Tensors of batches that cannot be concatenated, such as padded sequences."""
-
-    name: str
-    shapes: list[tuple[int, ...]]
-    sentence = "values of metric {name!r} cannot be joined over batches: their shapes are {listed}"
-    hint = "give values per sample: a list (`list(tensor)`, or of what is not padding), or tensors that differ in the "
-    hint += "first dimension alone"
-
-    @property
-    def listed(self) -> str:
-        different = list(dict.fromkeys(map(str, self.shapes)))
-        return " and ".join(different[:2]) + (" and others" if len(different) > 2 else "")
 
 
 class Gathered:
@@ -152,7 +93,11 @@ class Collected:
                 self._rows.append(_Row(step, place, name, "values", value.values))
             elif isinstance(value, TorchMetric):
                 if any(kind.__name__ == "Running" for kind in type(value).__mro__):
-                    raise MetricOfWindow(name, value)
+                    raise TaskContract(
+                        f"metric {name!r} is a {type(value).__name__}, which covers the last batches alone, and ranks "
+                        "have different batches",
+                        hint="return the metric that it wraps: that covers the whole set",
+                    )
                 self._metrics[name] = value
                 self._rows.append(_Row(step, place, name, "state", _state(value)))
             elif isinstance(value, tuple) and len(value) == 2:
@@ -209,7 +154,11 @@ class Collected:
             raise error
         for rank, (_, failed) in enumerate(answers):
             if failed is not None:
-                raise MetricFails(failed[0], rank, failed[1])
+                raise TaskContract(
+                    f"metric {failed[0]!r} failed on rank {rank}: {failed[1]}",
+                    hint="look at the traceback of that rank; the function gets the values of all batches, in the "
+                    "order of the data",
+                )
         return {name: numbers for results, _ in answers for name, numbers in results.items()}
 
     def _call(self, name: str, contents: list[Any]) -> Any:
@@ -226,7 +175,10 @@ def _in_order(everyone: Sequence[Sequence[_Row]]) -> dict[str, list[_Row]]:
         by_name.setdefault(row.name, []).append(row)
     for name, each in by_name.items():
         if len({row.kind for row in each}) > 1:
-            raise MetricChanged(name)
+            raise TaskContract(
+                f"metric {name!r} is not of the same kind in all batches",
+                hint="return it as a pair, as `Gathered` or as a torchmetrics object, always the same",
+            )
     return by_name
 
 
@@ -281,7 +233,13 @@ def _joined(name: str, column: Sequence[Any]) -> Any:
     if isinstance(column[0], Tensor):
         shapes = [tuple(each.shape) for each in column]
         if any(not shape or shape[1:] != shapes[0][1:] for shape in shapes):
-            raise GatheredShapes(name, shapes)
+            different = list(dict.fromkeys(map(str, shapes)))
+            listed = " and ".join(different[:2]) + (" and others" if len(different) > 2 else "")
+            raise TaskContract(
+                f"values of metric {name!r} cannot be joined over batches: their shapes are {listed}",
+                hint="give values per sample: a list (`list(tensor)`, or of what is not padding), or tensors that "
+                "differ in the first dimension alone",
+            )
         return torch.cat(list(column))
     return [value for values in column for value in values]
 
@@ -335,4 +293,7 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
         return {full: number for key, each in value.items() for full, number in _numbers(f"{name}_{key}", each).items()}
     if isinstance(value, bool | int | float):
         return {name: float(value)}
-    raise GatheredValue(name, value)
+    raise TaskContract(
+        f"the function of metric {name!r} returned {type(value).__name__}, not a number",
+        hint="return a float, a tensor with one element, or a dictionary of them",
+    )

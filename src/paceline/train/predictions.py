@@ -13,23 +13,11 @@ import numpy as np
 import torch
 
 from paceline.core.disk import CannotWrite, DiskFull, is_full, replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import TaskContract
 from paceline.core.json_text import json_text
 from paceline.core.language import said
 from paceline.core.terminal import emit
 from paceline.world.link import Link
-
-
-class NotPlain(PacelineError):
-    """A prediction that JSON has no form for."""
-
-    value: Any
-    sentence = "a prediction holds a {kind}, which cannot be written as JSON"
-    hint = "return numbers, strings, tensors, or lists and dictionaries of them from `predict`"
-
-    @property
-    def kind(self) -> str:
-        return type(self.value).__name__
 
 
 @dataclass(frozen=True)
@@ -118,4 +106,7 @@ def plain(value: Any) -> Any:
         return value.text
     if value is None or isinstance(value, bool | int | str):
         return value
-    raise NotPlain(value)
+    raise TaskContract(
+        f"a prediction holds a {type(value).__name__}, which cannot be written as JSON",
+        hint="return numbers, strings, tensors, or lists and dictionaries of them from `predict`",
+    )

@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from paceline.config.compared import shared_settings
 from paceline.config.python_call import kind_of
 from paceline.config.settings import EngineConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, TaskContract, WrongType
 from paceline.core.together import Exclusion
 from paceline.core.torch_private import takes_amp_scaling
+from paceline.core.units import counted
 from paceline.data.grain import Batch
 from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
@@ -51,26 +52,6 @@ if TYPE_CHECKING:
     from paceline.parallel.sharded.shards import Shards
 
 
-class ForeignParameters(PacelineError):
-    """The optimizer updates parameters that the model does not have."""
-
-    number: int
-    sentence = "the optimizer updates {number:#parameter} that the model does not have"
-    hint = "make them part of the model (a criterion's parameters too), so that ranks and checkpoints know them"
-
-
-class NeedsClosure(PacelineError):
-    """An optimizer that wants to evaluate the model itself, as LBFGS does."""
-
-    optimizer: Any
-    sentence = "`{kind}.step` needs a closure that evaluates the model again, and a step here evaluates it once"
-    hint = "use an optimizer whose `step()` needs none, such as `--optimizer adamw`"
-
-    @property
-    def kind(self) -> str:
-        return type(self.optimizer).__name__
-
-
 class DividesByZero(PacelineError):
     """fp16 state of an optimizer whose divisor is then 0 for small gradients: its first step gives inf and nan."""
 
@@ -102,24 +83,6 @@ class BesideInSteps(PacelineError):
     )
     sentence = "`beside` needs batch-norm statistics that are summed in every step, and these settings do not"
     hint = "leave out `sums`, `reduce` and `wire`, or use modules without batch norm"
-
-
-class NotAPair(PacelineError, TypeError):
-    """Something else than a model and its optimizer."""
-
-    model: Any
-    optimizer: Any
-    sentence = "engine.prepare wants a model and its optimizer, and got {what}"
-    hint = (
-        "write `engine.prepare(model, torch.optim.AdamW(model.parameters()))`; models that take turns (a GAN) are "
-        "two engines: docs/own-loop.md"
-    )
-
-    @property
-    def what(self) -> str:
-        if not isinstance(self.model, torch.nn.Module):
-            return f"a model {kind_of(self.model)}"
-        return f"an optimizer {kind_of(self.optimizer)}"
 
 
 @dataclass(frozen=True)
@@ -333,16 +296,30 @@ def named_weights(model: torch.nn.Module, masters: master.Masters | None, shards
 def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that the optimizer updates what the ranks keep equal: trainable parameters of this model."""
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise NotAPair(model, optimizer)
+        wrong = f"a model {kind_of(model)}"
+        if isinstance(model, torch.nn.Module):
+            wrong = f"an optimizer {kind_of(optimizer)}"
+        raise WrongType(
+            f"engine.prepare needs a model and its optimizer, and got {wrong}",
+            hint="write `engine.prepare(model, torch.optim.AdamW(model.parameters()))`; models that take turns (a GAN) "
+            "are two engines: docs/own-loop.md",
+        )
     parameters = {id(parameter) for parameter in model.parameters()}
     updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     num_foreign = sum(id(parameter) not in parameters for parameter in updated)
     if num_foreign:
-        raise ForeignParameters(num_foreign)
+        raise TaskContract(
+            f"the optimizer updates {counted(num_foreign, 'parameter')} that the model does not have",
+            hint="make them part of the model (a criterion's parameters too), so that ranks and checkpoints have them",
+        )
     # Of the class: schedulers put a function of their own into the object.
     _, *wanted = inspect.signature(type(optimizer).step).parameters.values()
     if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in wanted):
-        raise NeedsClosure(optimizer)
+        raise TaskContract(
+            f"`{type(optimizer).__name__}.step` needs a closure that evaluates the model again, and a step here "
+            "evaluates it once",
+            hint="use an optimizer whose `step()` needs none, such as `--optimizer adamw`",
+        )
     if not any(parameter.requires_grad for parameter in updated):
         raise NoGradients
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.config.settings import OptimSettings
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import TaskContract, first_line
+from paceline.core.units import counted
 from paceline.optim.state import OWN_LR
 from paceline.world.values import decode, encode
 
@@ -27,52 +28,6 @@ _MOVED = (SCHEDULED, "lr", "momentum", "betas", "max_lr", "min_lr", "max_momentu
 _OF_SCHEDULE = ("lr", "schedule", "warmup_steps", "warmup_ratio", "hold_steps", "min_lr", "scale_lr")
 STEPPED = "scheduler"
 """Name of the scheduler that is stepped for the user, in a checkpoint."""
-
-
-class ForeignScheduler(PacelineError):
-    """A torch scheduler of another optimizer than the one that is trained with."""
-
-    scheduler: Any
-    sentence = "the {kind} moves the learning rates of another optimizer than the one that trains the model"
-    hint = "make it with the optimizer that is handed over: `def scheduler(self, optimizer, num_steps):`"
-
-    @property
-    def kind(self) -> str:
-        return type(self.scheduler).__name__
-
-
-class SchedulerEnds(PacelineError):
-    """A torch scheduler that was made for fewer steps than there are."""
-
-    scheduler: Any
-    total: int
-    num_steps: int
-    sentence = "the {kind} ends after {total:#step}, but the run has {num_steps}"
-    hint = (
-        "make it with `num_steps` of `def scheduler(self, optimizer, num_steps):`; a resumed run goes on with the "
-        "scheduler that it was saved with"
-    )
-
-    @property
-    def kind(self) -> str:
-        return type(self.scheduler).__name__
-
-
-class SchedulerFails(PacelineError):
-    """A torch scheduler that raised when it was stepped."""
-
-    scheduler: Any
-    error: BaseException
-    sentence = "the {kind} failed when it was stepped: {why}"
-    hint = "make it for all steps of the run: `def scheduler(self, optimizer, num_steps):`"
-
-    @property
-    def kind(self) -> str:
-        return type(self.scheduler).__name__
-
-    @property
-    def why(self) -> str:
-        return first_line(self.error)
 
 
 def mark_own(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -155,7 +110,11 @@ class Schedulers:
     def add(self, name: str, scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
         """Keep a scheduler's state under a name; one that was saved goes on where it was."""
         if scheduler.optimizer is not optimizer:
-            raise ForeignScheduler(scheduler)
+            raise TaskContract(
+                f"the {type(scheduler).__name__} moves the learning rates of another optimizer than the one that "
+                "trains the model",
+                hint="make it with the optimizer that is handed over: `def scheduler(self, optimizer, num_steps):`",
+            )
         self._by_name[name] = scheduler
         self._restore(name)
 
@@ -177,7 +136,10 @@ class Schedulers:
         try:
             self._step(scheduler)
         except ValueError as error:
-            raise SchedulerFails(scheduler, error) from error
+            raise TaskContract(
+                f"the {type(scheduler).__name__} failed when it was stepped: {first_line(error)}",
+                hint="make it for all steps of the run: `def scheduler(self, optimizer, num_steps):`",
+            ) from error
 
     def _step(self, scheduler: LRScheduler) -> None:
         if not self._is_first:
@@ -189,11 +151,15 @@ class Schedulers:
             scheduler.step()
 
     def check_length(self, num_steps: int | None) -> None:
-        """Raise `SchedulerEnds` if a scheduler that knows its end (`OneCycleLR`) has fewer steps than the run."""
+        """Raise `TaskContract` if a scheduler that knows its end (`OneCycleLR`) has fewer steps than the run."""
         scheduler = self.stepped
         total = None if scheduler is None else vars(scheduler).get("total_steps")
         if isinstance(total, int) and num_steps is not None and total < num_steps:
-            raise SchedulerEnds(scheduler, total, num_steps)
+            raise TaskContract(
+                f"the {type(scheduler).__name__} ends after {counted(total, 'step')}, but the run has {num_steps}",
+                hint="make it with `num_steps` of `def scheduler(self, optimizer, num_steps):`; a resumed run "
+                "continues with the scheduler that it was saved with",
+            )
 
     @property
     def waits_for_scores(self) -> bool:
@@ -279,7 +245,7 @@ def lines(optimizer: torch.optim.Optimizer, schedulers: Schedulers, config: Opti
 def _of_scheduler(
     groups: Sequence[Mapping[str, Any]], schedulers: Schedulers, config: OptimSettings, changed: Sequence[str]
 ) -> str:
-    kinds = ", ".join(schedulers.names) or "a torch scheduler"
+    kinds = ", ".join(schedulers.names) or "a torch scheduler that is not saved: see `paceline.StepsSchedulers`"
     is_base = any(float(group.get(SCHEDULED, -1.0)) == config.lr * group.get("lr_scale", 1.0) for group in groups)
     base = f" from `lr` {shown(config.lr)}" if is_base else ""
     idle = [name for name in changed if name != "lr" or not is_base]

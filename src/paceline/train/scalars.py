@@ -15,28 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import TaskContract
 from paceline.observe.records import STEP_KEYS
 from paceline.world.link import Link
-
-
-class LogName(PacelineError):
-    """A number of a task with the name of one that every step has."""
-
-    name: str
-    sentence = "`self.log({name!r}, ...)`: every step has a number of this name already"
-    hint = "choose another name, such as 'train_{name}'"
-
-
-class LogUnseen(PacelineError):
-    """A number that a task logs in a way which the other ranks cannot know of."""
-
-    name: str
-    sentence = (
-        "`self.log({name!r}, ...)` is called by code outside of the task's class, so other ranks do not wait for it"
-    )
-    hint = "call `self.log` in a method of the task"
-
 
 Row = tuple[str, Any, Any]
 """A number as it was logged: name, sum, weight."""
@@ -63,9 +44,16 @@ class Scalars:
         if not self._is_counted():
             return
         if name in STEP_KEYS:
-            raise LogName(name)
+            raise TaskContract(
+                f"`self.log({name!r}, ...)`: every step has a number of this name already",
+                hint=f"choose another name, such as 'train_{name}'",
+            )
         if not self._is_used:
-            raise LogUnseen(name)
+            raise TaskContract(
+                f"`self.log({name!r}, ...)` is called by code outside of the task's class, so other ranks do not wait "
+                "for it",
+                hint="call `self.log` in a method of the task",
+            )
         self._rows.append((name, _number(total), _number(weight)))
 
     @contextmanager

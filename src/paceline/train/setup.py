@@ -14,9 +14,8 @@ from paceline.core import plugins
 from paceline.core.cloud.address import shown
 from paceline.core.cloud.file_copy import bring_folder, bring_parts
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotFound, TaskContract
 from paceline.core.keys import key
-from paceline.core.language import said
 from paceline.core.run_folder import CHECKPOINTS, RunFolder
 from paceline.core.secrets import masked
 from paceline.observe import loggers
@@ -29,7 +28,7 @@ from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.contents import RunValues
 from paceline.train.checkpoint.format import DIGESTS, STATE, listed
 from paceline.train.stepper import Stepper
-from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task
+from paceline.train.task import ReadsWeights, StepsSchedulers, Task, overrides
 from paceline.world.discover.plugin_launchers import BUILT_IN, plugin_of
 
 
@@ -42,9 +41,8 @@ def prepare(stepper: Stepper, task: Task, config: TrainConfig, model: torch.nn.M
     rates.mark_own(optimizer, config.lr)
     layerwise = larc.attach(optimizer, config)
     stepper.prepare(model, optimizer, shards=not stepper.precision.is_open)
-    for name, value in vars(task).items():
-        if isinstance(value, LRScheduler) and value.optimizer is optimizer:
-            stepper.schedulers.add(f"task.{name}", value, optimizer)
+    for name, scheduler in task.schedulers().items() if isinstance(task, StepsSchedulers) else ():
+        stepper.schedulers.add(f"task.{name}", scheduler, optimizer)
     return layerwise
 
 
@@ -66,55 +64,24 @@ def plugins_of(task: Task, config: TrainConfig, launcher: str) -> list[plugins.P
     return [*recipes[:1], *named, *(each for each in launchers if each is not None)]
 
 
-class NotOneOptimizer(PacelineError):
-    """A task's `optimizer` that returned something else than one optimizer."""
-
-    task: Task
-    value: Any
-    sentence = "`optimizer` of task {task_name} returned {kind}, not one torch optimizer"
-    hint = "{advice}"
-
-    @property
-    def task_name(self) -> str:
-        return type(self.task).__name__
-
-    @property
-    def kind(self) -> str:
-        if isinstance(self.value, list | tuple):
-            return f"{type(self.value).__name__} of {', '.join(type(entry).__name__ for entry in self.value)}"
-        return type(self.value).__name__
-
-    @property
-    def advice(self) -> str:
-        entries = self.value.values() if isinstance(self.value, dict) else self.value
-        flat = [] if not isinstance(self.value, list | tuple | dict) else list(_flat(entries))
-        if any(isinstance(entry, LRScheduler) for entry in flat):
-            return said(
-                "return the optimizer alone, and the scheduler from `def scheduler(self, optimizer, num_steps):`"
-            )
-        if sum(isinstance(entry, torch.optim.Optimizer) for entry in flat) > 1:
-            return said(
-                "a task trains one model with one optimizer; parts with other rates are groups of that optimizer. "
-                "Models that take turns (a GAN) are two engines in a loop of your own: docs/own-loop.md"
-            )
-        return said("return a torch.optim.Optimizer")
+def _kind(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {', '.join(type(entry).__name__ for entry in value)}"
+    return type(value).__name__
 
 
-class NotAScheduler(PacelineError):
-    """A task's `scheduler` that returned something else than a torch scheduler."""
-
-    task: Task
-    value: Any
-    sentence = "`scheduler` of task {task_name} returned {kind}, not a torch scheduler"
-    hint = "return one of `torch.optim.lr_scheduler`, or None for the settings' `schedule`"
-
-    @property
-    def task_name(self) -> str:
-        return type(self.task).__name__
-
-    @property
-    def kind(self) -> str:
-        return type(self.value).__name__
+def _advice(value: Any) -> str:
+    """Return what to do about a task's `optimizer` that returned this value instead of an optimizer."""
+    entries = value.values() if isinstance(value, dict) else value
+    flat = list(_flat(entries)) if isinstance(value, list | tuple | dict) else []
+    if any(isinstance(entry, LRScheduler) for entry in flat):
+        return "return the optimizer alone, and the scheduler from `def scheduler(self, optimizer, num_steps):`"
+    if sum(isinstance(entry, torch.optim.Optimizer) for entry in flat) > 1:
+        return (
+            "a task trains one model with one optimizer; parts with other rates are groups of that optimizer. "
+            "Models that take turns (a GAN) are two engines in a loop of your own: docs/own-loop.md"
+        )
+    return "return a torch.optim.Optimizer"
 
 
 def _flat(entries: Iterable[Any]) -> Iterator[Any]:
@@ -128,7 +95,10 @@ def _flat(entries: Iterable[Any]) -> Iterator[Any]:
 def check_optimizer(task: Task, optimizer: Any) -> torch.optim.Optimizer:
     """Return what a task's `optimizer` returned, if it is one."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise NotOneOptimizer(task, optimizer)
+        raise TaskContract(
+            f"`optimizer` of task {type(task).__name__} returned {_kind(optimizer)}, not one torch optimizer",
+            hint=_advice(optimizer),
+        )
     return optimizer
 
 
@@ -142,12 +112,14 @@ def follow(
 ) -> list[str]:
     """Let the stepper follow the schedule of the settings and the task's own; return what there is to tell of it."""
     stepper.follow(schedule, peak=config.lr, tell=say)
-    # A task may also keep a scheduler of its own under that name.
-    if isinstance(task, HasScheduler) and callable(task.scheduler) and stepper.schedulers.stepped is None:
+    if overrides(task, "scheduler") and stepper.schedulers.stepped is None:
         scheduler: Any = task.scheduler(stepper.optimizer, num_steps)
         if scheduler is not None:  # None: the settings' schedule after all
             if not isinstance(scheduler, LRScheduler):
-                raise NotAScheduler(task, scheduler)
+                raise TaskContract(
+                    f"`scheduler` of task {type(task).__name__} returned {_kind(scheduler)}, not a torch scheduler",
+                    hint="return one of `torch.optim.lr_scheduler`, or None for the settings' `schedule`",
+                )
             stepper.follow(scheduler)
     stepper.schedulers.check_length(num_steps)
     return rates.lines(stepper.optimizer, stepper.schedulers, config)
@@ -174,35 +146,21 @@ def few_shapes(config: TrainConfig, chosen: Precision, device: torch.device, res
     return device.type == "cuda" and (chosen.level >= 2 or chosen.scaled)
 
 
-class NoStartWeights(PacelineError):
-    """A path for `init_from` that is no checkpoint."""
-
-    path: Path
-    sentence = "--init-from {shown}: {why}"
-    hint = "{advice}"
-
-    @property
-    def advice(self) -> str:
-        if RunFolder(self.path).is_run:
-            newest = next(iter(listed(self.path / CHECKPOINTS)), None)
-            if newest is not None:
-                path = masked(shown(newest))
-                return said("name one of them, such as the last: `--init-from {path}`").format(path=path)
-            return said("it has no checkpoint yet")
-        return said(
+def _no_start_weights(path: Path) -> NotFound:
+    """Return the error of a path for `init_from` that is not a checkpoint."""
+    if not RunFolder(path).is_run:
+        why = "it is not a checkpoint" if path.exists() else "there is no such file or folder"
+        hint = (
             "name a checkpoint, which is a folder like RUN/checkpoints/step-00000120, a .safetensors or .pt file, a "
             "Hugging Face folder, or a torch.distributed.checkpoint"
         )
-
-    @property
-    def shown(self) -> str:
-        return masked(shown(self.path))
-
-    @property
-    def why(self) -> str:
-        if RunFolder(self.path).is_run:
-            return said("it is a run, not one of its checkpoints")
-        return said("it is no checkpoint") if self.path.exists() else said("there is no such file or folder")
+    else:
+        why = "it is a run, not one of its checkpoints"
+        newest = next(iter(listed(path / CHECKPOINTS)), None)
+        hint = "it has no checkpoint yet"
+        if newest is not None:
+            hint = f"name one of them, such as the last: `--init-from {masked(shown(newest))}`"
+    return NotFound(f"--init-from {masked(shown(path))}: {why}", hint=hint)
 
 
 def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Callable[[str], None]) -> None:
@@ -216,7 +174,7 @@ def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Cal
         weights = reader.load(path, ["model"]).parts["model"]
     elif weights is None:
         if not exchange.is_foreign(path):
-            raise NoStartWeights(path)
+            raise _no_start_weights(path)
         weights = exchange.fitted(exchange.read(path), set(model.state_dict()))
     say(reader.load_by_name(model, weights).line(path))
 
@@ -237,9 +195,8 @@ def callbacks(
     installed, missing = loggers.build(config.loggers, is_asked="loggers" in config.model_fields_set)
     for name in missing:
         say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
-    of_task = task.watchers() if isinstance(task, HasWatchers) else ()
     names = [name for name in config.loggers if name not in missing]
     forgiving = [
         Forgiving(logger, name, say, loggers.advice(name)) for name, logger in zip(names, installed, strict=True)
     ]
-    return [*forgiving, *checked(of_task), *checked(more)]
+    return [*forgiving, *checked(task.watchers()), *checked(more)]

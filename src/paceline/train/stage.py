@@ -157,7 +157,7 @@ class Stages:
             self.data = given
         source, lines = take_out_for_training(given, config)
         data = source.dataset
-        collate, lengths = tasks.train_collate_of(task, data), tasks.lengths_of(task, data)
+        collate, lengths = task.train_collate(data), tasks.lengths_of(task, data)
         for line in lines:
             say(line)
         feed = Feed(

@@ -21,8 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.config.python_call import kind_of
 from paceline.config.settings import EngineConfig
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import Failed, PacelineError, WrongType, first_line
 from paceline.core.torch_private import backward, compile_counters, plain_step
+from paceline.core.units import counted
 from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.observe.clock import Clock
 from paceline.optim.clip import ClipNorm
@@ -31,7 +32,7 @@ from paceline.parallel.step import Average, GrainNumbers, RankNumbers, Step, Tal
 from paceline.speed import loss_scale, precision
 from paceline.speed.graphs import Graphs, Recorder
 from paceline.train.grains import GrainPass, Loss, RecordedPass
-from paceline.train.loss import GraphsFailed, NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
+from paceline.train.loss import NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
 from paceline.train.prepare import Prepared, prepare
 from paceline.train.randomness import GrainRandomness
 from paceline.train.rates import STEPPED, Rates, Schedulers
@@ -55,18 +56,6 @@ class EngineClosed(PacelineError):
     hint = (
         "close engines after their last step, the one that the link was taken from last; `with` does it in that order"
     )
-
-
-class NotABatch(PacelineError, TypeError):
-    """Samples from elsewhere where a batch of `engine.batches` belongs."""
-
-    value: Any
-    sentence = "engine.step got a batch {what}, which says nothing of grains and ranks"
-    hint = "take batches from `engine.batches(data, global_batch=64)`, where `data` may also be a DataLoader"
-
-    @property
-    def what(self) -> str:
-        return kind_of(self.value)
 
 
 class Stepper:
@@ -205,7 +194,10 @@ class Stepper:
         """
         prepared, number = self.prepared, self.num_steps
         if not isinstance(batch, Batch):
-            raise NotABatch(batch)
+            raise WrongType(
+                f"engine.step got a batch {kind_of(batch)}, which has no grains",
+                hint="take batches from `engine.batches(data, global_batch=64)`, where `data` may also be a DataLoader",
+            )
         self.check_open("step")
         strategy = prepared.strategy
         trail.doing, trail.step = prepared.grains.doing, number
@@ -245,7 +237,12 @@ class Stepper:
         except torch.AcceleratorError as error:
             if prepared.recorded is None:
                 raise
-            raise GraphsFailed(first_line(error), self.link.world.size) from error
+            ranks = counted(self.link.world.size, "rank")
+            raise Failed(
+                f"the device failed in a step that is replayed from CUDA graphs ({ranks}): {first_line(error)}",
+                hint="resume with `--no-cuda-graphs`, the same steps without graphs: if that trains, graphs are at "
+                "fault on this machine; if it fails, too, `CUDA_LAUNCH_BLOCKING=1` shows where",
+            ) from error
 
     def _overflows(self, prepared: Prepared, loss: Loss, batch: Batch) -> bool:
         """Return True if the step's gradients are not finite with the loss scale of the moment; the same on all ranks

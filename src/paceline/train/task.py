@@ -1,18 +1,20 @@
 """Task: what to train. Model, data, loss, metrics and a few hooks; a task knows nothing of ranks, devices or dtypes.
 
-`Task` is what every task has. What only some have (stages, export, kernels of their own, inputs from files) are small
-protocols below it: a task implements one by having its methods, and the code that uses it asks by type.
+`Task` is what every task has. What only some tasks need (stages, export, kernels of their own, inputs from files) is in
+small base classes below it: `class Mine(Task, HasStages)`.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, Protocol, cast, get_args, get_origin, runtime_checkable
+from typing import IO, TYPE_CHECKING, Any, Generic, cast, get_args, get_origin
 
 import torch
 from numpy.typing import NDArray
@@ -22,8 +24,7 @@ from typing_extensions import Self, TypeVar
 from paceline.config.compared import shared_settings
 from paceline.config.named_sets import name_sets
 from paceline.config.settings import OptimSettings, Section, TrainConfig
-from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
+from paceline.core.errors import PacelineError, TaskContract
 from paceline.core.together import Exclusion
 from paceline.core.user_file import code_of
 from paceline.data.dataset import DatasetTraits
@@ -61,76 +62,29 @@ class Stage:
 
 
 class TaskIncomplete(PacelineError):
-    """A task without one of the three things that every task needs."""
+    """A task lacks one of the three methods that every task needs."""
 
-    task: Task
-    method: str
+    task_name: str
+    method_name: str
+    parameters: str
     what: str
     sentence = "task {task_name} has no `{method_name}`"
-    hint = "add `def {method}:` that returns {what}"
-
-    @property
-    def task_name(self) -> str:
-        return type(self.task).__name__
-
-    @property
-    def method_name(self) -> str:
-        return self.method.partition("(")[0]
+    hint = "add `def {method_name}({parameters}):` that returns {what}"
 
 
 class NotAttached(PacelineError, AttributeError):
-    """A task was asked for its surroundings before it had any."""
+    """An attribute of a task was read before a run attached the task."""
 
-    task: Task
+    task_name: str
     attribute: str
     sentence = "task {task_name} has no `{attribute}` yet: no run has begun"
     hint = "read `self.{attribute}` in `model`, `train_data` and what is called later, not in `__init__`"
-
-    @property
-    def task_name(self) -> str:
-        return type(self.task).__name__
-
-
-class NotTraining(PacelineError):
-    """`evaluating` outside of training."""
-
-    sentence = "`self.evaluating()` is there while a task is trained, and it is not"
-    hint = "in `eval` and `infer` the model is as validation sees it already"
-
-
-class NoInputs(PacelineError):
-    """Files for a task that does not read any."""
-
-    task: Task
-    words: Sequence[str]
-    sentence = "task {task_name} does not know what to do with {shown}"
-    hint = "give the task a `read_inputs(words)`, or name a function that returns a data set: `--data file.py:function`"
-
-    @property
-    def task_name(self) -> str:
-        return type(self.task).__name__
-
-    @property
-    def shown(self) -> str:
-        return " ".join(self.words)
-
-
-class NoExport(PacelineError):
-    """Export of a task that has no form for other programs."""
-
-    task: Task
-    sentence = "task {task_name} has no `export`"
-    hint = "give it an `export(folder, weights, about)`; the checkpoint's model.safetensors has the weights, too"
-
-    @property
-    def task_name(self) -> str:
-        return type(self.task).__name__
 
 
 class FilesForStages(PacelineError):
     """One data set for a task that trains on several, one after the other."""
 
-    task: Task
+    task_name: str
     excludes = (
         Exclusion(
             "`--train-files`",
@@ -142,13 +96,12 @@ class FilesForStages(PacelineError):
     sentence = "`train_files` is set, but the task {task_name} has stages with data of their own"
     hint = "leave out `--train-files`; `paceline.PackedDataset` reads packed files in `stages()`"
 
-    @property
-    def task_name(self) -> str:
-        return type(self.task).__name__
-
 
 def _not_training() -> AbstractContextManager[None]:
-    raise NotTraining
+    raise TaskContract(
+        "`self.evaluating()` is only available during training",
+        hint="in `eval` and `infer` the model is in evaluation mode already",
+    )
 
 
 def _not_logged(name: str, total: Any, weight: Any) -> None:
@@ -167,7 +120,7 @@ class Surroundings:
     evaluating: Callable[[], AbstractContextManager[None]] = _not_training
     """`with self.evaluating():` the model is as validation sees it; while training only, and all ranks must enter."""
     few_shapes: bool = False
-    """Training batches should come in few shapes: see `CollatesForTraining`."""
+    """Training batches should come in few shapes: see `Task.train_collate`."""
     log: Callable[[str, Any, Any], None] = _not_logged
     """Takes a number of training, as (name, sum, weight)."""
 
@@ -219,10 +172,10 @@ class Task(Generic[S_co]):
     # -- what to train -------------------------------------------------------------------------------------------
 
     def model(self) -> torch.nn.Module:
-        raise TaskIncomplete(self, "model(self)", phrase("the module to train"))
+        raise TaskIncomplete(type(self).__name__, "model", "self", "the module to train")
 
     def train_data(self) -> Any:
-        raise TaskIncomplete(self, "train_data(self)", phrase("the data set to train on"))
+        raise TaskIncomplete(type(self).__name__, "train_data", "self", "the data set to train on")
 
     def val_data(self) -> Mapping[str, Any]:
         """Return validation sets by name."""
@@ -230,7 +183,7 @@ class Task(Generic[S_co]):
 
     def loss(self, model: torch.nn.Module, grain: Grain) -> Any:
         """Return (sum of losses, count) of one grain; a third value is handed to `after_step`."""
-        raise TaskIncomplete(self, "loss(self, model, grain)", phrase("(sum of losses, how many)"))
+        raise TaskIncomplete(type(self).__name__, "loss", "self, model, grain", "(sum of losses, how many)")
 
     def metrics(self, model: torch.nn.Module, grain: Grain) -> Mapping[str, Metric]:
         """Return validation metrics of one batch by name: a pair (sum, weight), `Gathered`, or a torchmetrics object
@@ -242,10 +195,41 @@ class Task(Generic[S_co]):
         """Return predictions for one batch: a tensor or a list with one entry per sample."""
         raise NotImplementedError("this task has no `predict(model, grain)`")
 
+    def train_collate(self, data: Any) -> Collate | None:
+        """Return the collate function of training, `collate` by default. Where `self.few_shapes` is True, it should
+        return few shapes: GPU libraries plan, and CUDA graphs are recorded, for one shape at a time."""
+        return self.collate
+
+    def infer_data(self) -> Any:
+        """Return the data set to predict if none is named, the first validation set by default; None if there is
+        none."""
+        return next(iter(val_data_of(self).values()), None)
+
+    def pack_data(self) -> Mapping[str, Any]:
+        """Return what `paceline pack` writes, where that is not the data of training and validation: map-style data
+        sets by name, of tensors, arrays, numbers and texts."""
+        return {}
+
+    def example_inputs(self, grain: Grain) -> Sequence[Any]:
+        """Return the positional arguments of the model for a grain, for `paceline export --format onnx`: `grain.x` by
+        default."""
+        return (grain.data if isinstance(grain.data, torch.Tensor) else grain.x,)
+
     def optimizer(
         self, groups: list[dict[str, Any]], settings: OptimSettings, device: torch.device
     ) -> torch.optim.Optimizer:
         return build.optimizer(settings, groups, device)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler | None:
+        """Return a torch scheduler of this optimizer, or None for the settings' `schedule`.
+
+        It is stepped after every step (`ReduceLROnPlateau` after every validation, with the monitored score) and saved
+        in checkpoints. `num_steps` is the number of steps of the run, None if unknown."""
+        return None
+
+    def watchers(self) -> Sequence[Callback]:
+        """Return callbacks and loggers of the task; called on the first rank only."""
+        return ()
 
     # -- hooks, called on every rank -----------------------------------------------------------------------------
 
@@ -273,6 +257,8 @@ class Task(Generic[S_co]):
     def attach(self, surroundings: Surroundings) -> None:
         """Put the task to work in a run, before anything of it is called. A later call replaces the surroundings."""
         self._surroundings = surroundings
+        for line in methods_without_effect(self):
+            surroundings.say(line)
 
     def detached(self) -> Self:
         """Return a copy that is in no run, and can be handed to another process."""
@@ -282,7 +268,7 @@ class Task(Generic[S_co]):
 
     def _around(self, name: str) -> Surroundings:
         if self._surroundings is None:
-            raise NotAttached(self, name)
+            raise NotAttached(type(self).__name__, name)
         return self._surroundings
 
     @property
@@ -301,13 +287,8 @@ class Task(Generic[S_co]):
 
     @property
     def few_shapes(self) -> bool:
-        """True if training batches should come in few shapes: see `CollatesForTraining`."""
+        """True if training batches should come in few shapes: see `train_collate`."""
         return self._around("few_shapes").few_shapes
-
-    @property
-    def can_record(self) -> bool:
-        """False if the settings ask for a loss that cannot be recorded, of a task that is `Recordable` with others."""
-        return True
 
     @property
     def say(self) -> Callable[[str], None]:
@@ -350,206 +331,173 @@ def overrides(task: Task, hook: str) -> bool:
 # -- what some tasks have ----------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class HasStages(Protocol):
-    """A run of several parts."""
+class HasStages(ABC):
+    """Base class of a task whose run has several parts, each with its own data."""
 
-    def stages(self) -> Sequence[Stage]: ...
-
-
-@runtime_checkable
-class HasScheduler(Protocol):
-    """A torch scheduler of the learning rate, instead of the settings' `schedule`."""
-
-    def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:
-        """Return a scheduler of this optimizer; it is stepped after every step (`ReduceLROnPlateau` after every
-        validation, with the monitored score) and saved. `num_steps` are those of the run, None if unknown."""
+    @abstractmethod
+    def stages(self) -> Sequence[Stage]:
+        """Return the parts, in the order of training."""
 
 
-@runtime_checkable
-class StreamsInputs(Protocol):
-    """Inputs that are predicted piece by piece while they are read, such as audio of any length."""
-
-    def is_stream(self, words: Sequence[str]) -> bool:
-        """Return True if these inputs are to be read so."""
-
-    def stream(self, model: torch.nn.Module, words: Sequence[str], out: IO[str], *, as_json: bool) -> int:
-        """Predict them, and write to `out` as text or JSON comes; return the number of lines."""
-
-
-@runtime_checkable
-class HasLengths(Protocol):
-    """Costs of samples that are not the data set's own `lengths`."""
+class HasLengths:
+    """Base class of a task that measures samples itself; by default the data set does."""
 
     def lengths(self, data: Any) -> NDArray[Any] | None:
-        """Return the cost of each sample (seconds, tokens) for batching and balance."""
-
-
-@runtime_checkable
-class HasCounts(Protocol):
-    """Loss counts of samples that are not the data set's own `counts`."""
+        """Return the cost of each sample (seconds, tokens) for batching and balance; None if all are equal."""
+        return DatasetTraits(data).lengths
 
     def counts(self, data: Any) -> NDArray[Any] | None:
-        """Return what each sample adds to the loss count, if not 1."""
+        """Return what each sample adds to the loss count; None if that is 1."""
+        return DatasetTraits(data).counts
 
 
-@runtime_checkable
-class CollatesForTraining(Protocol):
-    """Another collate in training than in validation, such as one that pads to few shapes."""
-
-    def train_collate(self, data: Any) -> Collate | None:
-        """Return the collate function; where `self.few_shapes` is True, a GPU is the faster the fewer shapes it gives:
-        its libraries plan, and CUDA graphs are recorded, for one shape at a time."""
-
-
-@runtime_checkable
-class HasSummaryRows(Protocol):
-    """Lines of its own in the summary before the first step, such as how data is augmented."""
-
-    def summary_rows(self) -> Sequence[tuple[str, str]]:
-        """Return names and values; asked once the training data is there."""
-
-
-@runtime_checkable
-class ShowsSamples(Protocol):
-    """Texts that validation shows of a few samples beside numbers."""
-
-    def samples(self, model: torch.nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
-        """Return texts by name for each sample: a reference and a hypothesis."""
-
-
-@runtime_checkable
-class AnalysesErrors(Protocol):
-    """Numbers on a validation set that are no metrics: which kinds of errors, on which samples."""
-
-    def analysis(self, name: str, data: Any) -> Mapping[str, float]:
-        """Return a few numbers about the set that `metrics` was just called for, for the journal; more may go into a
-        file of the run folder. All ranks call it; what the first returns is kept."""
-
-
-@runtime_checkable
-class Reports(Protocol):
-    """Words after an epoch and its validation, an evaluation, a prediction."""
-
-    def report(self) -> None:
-        """Use `say` to show what was noticed. All ranks call it."""
-
-
-@runtime_checkable
-class SavesState(Protocol):
-    """Tensors of the task's own in each checkpoint."""
+class SavesState:
+    """Base class of a task with state of its own in each checkpoint."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save. All ranks call it, the first one's are saved."""
-
-
-@runtime_checkable
-class LoadsState(Protocol):
-    """The counterpart of `SavesState`."""
+        """Return the tensors to save. Called on all ranks; those of the first rank are saved."""
+        return {}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over what `state` returned."""
-
-
-@runtime_checkable
-class Describes(Protocol):
-    """Facts that go wherever a checkpoint goes."""
+        """Restore what `state` returned."""
 
     def about(self) -> dict[str, Any]:
-        """Return plain values that a model of this task must be known by."""
+        """Return plain values that describe the model; they are copied with every checkpoint and export."""
+        return {}
 
 
-@runtime_checkable
-class HasWatchers(Protocol):
-    """Callbacks and loggers of the task's own."""
+class StepsSchedulers(ABC):
+    """Base class of a task that steps torch schedulers itself, such as once per epoch."""
 
-    def watchers(self) -> Sequence[Callback]:
-        """Return them; only the first rank is asked."""
+    @abstractmethod
+    def schedulers(self) -> Mapping[str, LRScheduler]:
+        """Return the schedulers by name, for checkpoints; called once `optimizer` has returned."""
 
 
-@runtime_checkable
-class CountsFlops(Protocol):
-    """Known arithmetic, for the share of the device's peak in the epoch line."""
+class Reports:
+    """Base class of a task with numbers and lines of its own in the output of a run."""
+
+    def summary_rows(self) -> Sequence[tuple[str, str]]:
+        """Return names and values for the summary before the first step, such as how data is augmented; called once
+        the training data is loaded."""
+        return ()
 
     def flops(self, model: torch.nn.Module) -> float | None:
         """Return the floating-point operations of training (forward and backward) on one unit of `lengths`, or on one
-        sample where there are none; None if not known."""
+        sample without lengths; None if unknown. The epoch line then has the share of the device's peak."""
+        return None
+
+    def analysis(self, name: str, data: Any) -> Mapping[str, float]:
+        """Return numbers that are not metrics (which errors, on which samples) about the validation set that `metrics`
+        was just called for. Called on all ranks; the journal keeps those of the first."""
+        return {}
+
+    def report(self) -> None:
+        """Use `say` to show findings after an epoch and its validation, an evaluation or a prediction. Called on all
+        ranks."""
 
 
-@runtime_checkable
-class ReadsWeights(Protocol):
-    """Weights from files of the task's own kind, for `init_from`."""
+class ShowsSamples(ABC):
+    """Base class of a task whose validation shows texts of a few samples."""
 
+    @abstractmethod
+    def samples(self, model: torch.nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
+        """Return texts by name for each sample, such as a reference and a hypothesis."""
+
+
+class ReadsInputs(ABC):
+    """Base class of a task that predicts inputs named on the command line: `paceline infer RUN WORDS...`."""
+
+    @abstractmethod
+    def read_inputs(self, words: Sequence[str]) -> Any:
+        """Return the data set that the words mean; its `names`, if it has some, name the predictions."""
+
+
+class StreamsInputs(ReadsInputs):
+    """Base class of a task that predicts some inputs piece by piece while it reads them, such as live audio."""
+
+    @abstractmethod
+    def is_stream(self, words: Sequence[str]) -> bool:
+        """Return True if these inputs are to be read piece by piece."""
+
+    @abstractmethod
+    def stream(self, model: torch.nn.Module, words: Sequence[str], out: IO[str], *, as_json: bool) -> int:
+        """Predict the inputs, and write to `out` as text or JSON comes; return the number of lines."""
+
+
+class ReadsWeights(ABC):
+    """Base class of a task that reads weights from files of its own format, for `init_from`."""
+
+    @abstractmethod
     def read_weights(self, path: Path) -> Mapping[str, torch.Tensor] | None:
-        """Return weights by name; None if the file is none of this kind and to be read as a checkpoint."""
+        """Return weights by name; None if the file has another format and is to be read as a checkpoint."""
 
 
-@runtime_checkable
-class ReadsModels(ReadsWeights, Protocol):
-    """Models in files of a recipe's own kind, for `paceline eval MODEL` and `infer MODEL` without a run."""
+class ReadsModels(ReadsWeights):
+    """Base class of a recipe that reads whole models, for `paceline eval MODEL` and `infer MODEL` without a run."""
 
+    @abstractmethod
     def model_settings(self, path: Path) -> Mapping[str, Any]:
         """Return settings under which `model()` is the model of this file, and `read_weights` fit it. Called before
         the task is attached to anything."""
 
 
-@runtime_checkable
-class ReadsInputs(Protocol):
-    """Inputs named on the command line: `paceline infer RUN WORDS...`."""
+class Exports(ABC):
+    """Base class of a task that writes its model in a format for other programs: `paceline export`."""
 
-    def read_inputs(self, words: Sequence[str]) -> Any:
-        """Return the data set that the words mean; its `names`, if it has some, name the predictions."""
-
-
-@runtime_checkable
-class PacksData(Protocol):
-    """Data in another form than it is trained on, for `paceline pack`."""
-
-    def pack_data(self) -> Mapping[str, Any]:
-        """Return map-style data sets by name, of tensors, arrays, numbers and texts."""
-
-
-@runtime_checkable
-class HasInferData(Protocol):
-    """Data to predict if no other is named, where that is not the first validation set."""
-
-    def infer_data(self) -> Any:
-        """Return a data set, or None if there is nothing."""
-
-
-@runtime_checkable
-class Exports(Protocol):
-    """A form of the model for programs that know nothing of Paceline."""
-
+    @abstractmethod
     def export(self, folder: Path, weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
         """Write a model of these weights; `about` names its run and checkpoint."""
 
 
-@runtime_checkable
-class HasExampleInputs(Protocol):
-    """Inputs of the model that are not just `grain.x`, for `paceline export --format onnx`."""
+class Accelerates(ABC):
+    """Base class of a task with kernels of its own (`auto` and `-O4`)."""
 
-    def example_inputs(self, grain: Grain) -> Sequence[Any]:
-        """Return what the model is called with for a grain, by position."""
-
-
-@runtime_checkable
-class Accelerates(Protocol):
-    """Kernels of the task's own (`auto` and `-O4`)."""
-
+    @abstractmethod
     def accelerate(self, model: torch.nn.Module) -> Sequence[str]:
         """Replace modules of the model by kernels; it keeps its weights and their names, is on its device and in
         training. Return which parts stay without one, and why: a compiler may do something for those. Raise `CannotRun`
         where nothing can be done for this model."""
 
 
-@runtime_checkable
-class Recordable(Protocol):
-    """A loss that can be recorded as a CUDA graph (`auto`, `-O4`): it never waits for the device, decides nothing by
-    values, draws random numbers from torch alone, and its count follows from the shapes."""
+class Recordable(ABC):
+    """Base class of a task whose loss can be recorded as a CUDA graph (`auto`, `-O4`): it never waits for the device,
+    decides nothing by values, draws random numbers from torch alone, and its count follows from the shapes."""
 
+    @property
+    def can_record(self) -> bool:
+        """False if the settings ask for a loss that cannot be recorded."""
+        return True
+
+    @abstractmethod
     def recordable(self, grain: Grain) -> Any:
         """Return the grain's data as tensors alone, in dictionaries, tuples and lists."""
+
+
+OPT_IN = (
+    *(HasStages, HasLengths, SavesState, StepsSchedulers, Reports, ShowsSamples, ReadsInputs, StreamsInputs),
+    *(ReadsWeights, ReadsModels, Exports, Accelerates, Recordable),
+)
+"""All base classes that a task may have besides `Task`."""
+
+
+def methods_without_effect(task: Task) -> list[str]:
+    """Return a line for each method that looks like one of a base class which the task does not have."""
+    name = type(task).__name__
+    return [
+        f"task {name} defines `{method}`, but does not inherit from `paceline.{base.__name__}`: it has no effect"
+        for base in OPT_IN
+        if not isinstance(task, base)
+        for method, declared in vars(base).items()
+        if not method.startswith("_") and _is_like(getattr(type(task), method, None), declared)
+    ]
+
+
+def _is_like(method: Any, declared: Any) -> bool:
+    """Return True if both are functions with the same number of parameters."""
+    if not (inspect.isfunction(method) and inspect.isfunction(declared)):
+        return False
+    return len(inspect.signature(method).parameters) == len(inspect.signature(declared).parameters)
 
 
 # -- their defaults ----------------------------------------------------------------------------------------------------
@@ -561,7 +509,7 @@ def stages_of(task: Task) -> Sequence[Stage]:
     if not isinstance(task, HasStages):
         return [Stage("train", partial(open_files, files) if files else task.train_data)]
     if files:
-        raise FilesForStages(task)
+        raise FilesForStages(type(task).__name__)
     return task.stages()
 
 
@@ -574,43 +522,36 @@ def val_data_of(task: Task) -> Mapping[str, Any]:
 
 def lengths_of(task: Task, data: Any) -> NDArray[Any] | None:
     """Return the cost of each sample: the task's `lengths`, else the data set's, else None."""
-    if isinstance(task, HasLengths):
-        return task.lengths(data)
-    return DatasetTraits(data).lengths
+    return task.lengths(data) if isinstance(task, HasLengths) else DatasetTraits(data).lengths
 
 
 def counts_of(task: Task, data: Any) -> NDArray[Any] | None:
     """Return what each sample adds to the loss count: the task's `counts`, else the data set's, else None."""
-    if isinstance(task, HasCounts):
-        return task.counts(data)
-    return DatasetTraits(data).counts
-
-
-def train_collate_of(task: Task, data: Any) -> Collate | None:
-    return task.train_collate(data) if isinstance(task, CollatesForTraining) else task.collate
+    return task.counts(data) if isinstance(task, HasLengths) else DatasetTraits(data).counts
 
 
 def summary_rows_of(task: Task) -> Sequence[tuple[str, str]]:
-    return task.summary_rows() if isinstance(task, HasSummaryRows) else ()
-
-
-def infer_data_of(task: Task) -> Any:
-    if isinstance(task, HasInferData):
-        return task.infer_data()
-    return next(iter(val_data_of(task).values()), None)
+    return task.summary_rows() if isinstance(task, Reports) else ()
 
 
 def read_inputs(task: Task, words: Sequence[str]) -> Any:
-    """Return the data set that words on the command line mean to the task, or raise `NoInputs`."""
+    """Return the data set that words on the command line mean to the task."""
     if not isinstance(task, ReadsInputs):
-        raise NoInputs(task, words)
+        raise TaskContract(
+            f"task {type(task).__name__} cannot read {' '.join(words)}",
+            hint="inherit from `paceline.ReadsInputs`, or name a function that returns a data set: "
+            "`--data file.py:function`",
+        )
     return task.read_inputs(words)
 
 
 def export(task: Task, folder: Path, weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Write a model for other programs, or raise `NoExport`."""
+    """Write a model for other programs."""
     if not isinstance(task, Exports):
-        raise NoExport(task)
+        raise TaskContract(
+            f"task {type(task).__name__} has no `export`",
+            hint="inherit from `paceline.Exports`; the checkpoint's model.safetensors has the weights, too",
+        )
     task.export(folder, weights, about)
 
 
@@ -634,6 +575,10 @@ def state_of(task: Task) -> dict[str, torch.Tensor]:
     return task.state() if isinstance(task, SavesState) else {}
 
 
+def about_of(task: Task) -> dict[str, Any]:
+    return task.about() if isinstance(task, SavesState) else {}
+
+
 def load_state(task: Task, state: dict[str, torch.Tensor]) -> None:
-    if isinstance(task, LoadsState):
+    if isinstance(task, SavesState):
         task.load_state(state)

@@ -25,7 +25,7 @@ from paceline.observe.records import Analysis, Samples
 from paceline.train.evaluation import NotASet, check_set, evaluate, evaluation_plan
 from paceline.train.position import Position
 from paceline.train.stepper import Stepper
-from paceline.train.task import AnalysesErrors, ShowsSamples, Task, lengths_of, val_data_of
+from paceline.train.task import Reports, ShowsSamples, Task, lengths_of, val_data_of
 from paceline.world.consistency import check_same
 
 NUM_SAMPLES = 5
@@ -149,8 +149,9 @@ class Validation:
             for name, each in self._sets.items():
                 values = evaluate(metrics, each.loader, each.plan, self._stepper.link, limit_batches=limit, seed=seed)
                 self.metrics.update({f"{name}/{metric}": value for metric, value in values.items()})
-                if isinstance(self._task, AnalysesErrors):
-                    self.analysis[name] = dict(self._task.analysis(name, each.data))
+                analysis = self._task.analysis(name, each.data) if isinstance(self._task, Reports) else {}
+                if analysis:
+                    self.analysis[name] = dict(analysis)
                 if shows is not None:
                     self.samples[name] = self._read_samples(shows, each)
         self.seconds = time.perf_counter() - began

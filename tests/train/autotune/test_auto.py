@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import Failed
 from paceline.data.plan import BatchRule, Plan
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
@@ -24,11 +25,10 @@ from paceline.train.autotune import autotuner, shapes, timing
 from paceline.train.autotune.autotuner import is_asked, why_no_graphs
 from paceline.train.autotune.shapes import Ahead, Pick, covering, shapes_ahead
 from paceline.train.loop import train
-from paceline.train.loss import GraphsFailed
 from paceline.train.resume import SettingsChanged
 from paceline.train.run import Run
 from paceline.train.setup import few_shapes
-from paceline.train.task import Task
+from paceline.train.task import Accelerates, Task
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.speed.test_graphs import Again
@@ -39,7 +39,7 @@ H200 = Capabilities("cuda", "an H200", bf16=True, tf32=True, fp16=True, compiler
 V100 = replace(H200, name="a V100", bf16=False, tf32=False, generation=(7, 0))
 
 
-class Whole(Recordable):
+class Whole(Recordable, Accelerates):
     """Its kernels are its plain modules, all of them."""
 
     def accelerate(self, model: nn.Module) -> list[str]:
@@ -200,17 +200,19 @@ def test_a_run_from_before_goes_on_as_it_began(tmp_path: Path, monkeypatch: pyte
 def test_fp16_is_recorded_with_its_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scale is read at each replay: half as large after an overflow, as without graphs."""
 
-    class Steep(Recordable):
+    class Steep(SmallTask):
         def loss(self, model: nn.Module, grain: Any) -> Any:
             total, count = super().loss(model, grain)
             return total * 3e4, count
 
+    class Recorded(Steep, Recordable): ...
+
     pretend(monkeypatch)
     monkeypatch.setattr(autotuner, "why_no_kernels", lambda *_: "no kernels: fp16")
     found = {}
-    for task in (Steep(), type("Plain", (Steep,), {"recordable": None})()):
+    for task in (Recorded(), Steep()):
         run = auto(task, None, precision="fp16", steps=12, lr=1e-6, epochs=None)
-        assert (run.stepper.recorded is not None) == (task.recordable is not None)
+        assert (run.stepper.recorded is not None) == isinstance(task, Recordable)
         found[type(task)] = run
     recorded, plain = found.values()
     assert recorded.stepper.precision.name == plain.stepper.precision.name == "--precision fp16"
@@ -293,7 +295,7 @@ def test_a_device_that_fails_in_a_replay_names_the_way_out(monkeypatch: pytest.M
             return super().loss(model, grain)
 
     pretend(monkeypatch)
-    with pytest.raises(GraphsFailed, match="unspecified launch failure") as failure:
+    with pytest.raises(Failed, match="unspecified launch failure") as failure:
         auto(Breaks(), None, steps=30)
     assert "--no-cuda-graphs" in failure.value.hint
     with pytest.raises(torch.AcceleratorError):  # without graphs it is what it is

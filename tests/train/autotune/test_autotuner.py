@@ -17,11 +17,13 @@ from paceline.data.grain import Grain
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.precision import Capabilities
+from paceline.train import task as tasks
 from paceline.train.apply import restore_for_use
 from paceline.train.autotune import autotuner, timing
 from paceline.train.autotune.autotuner import precision_for_use, why_no_graphs, why_no_kernels
 from paceline.train.loop import train
 from paceline.train.loss import NonFiniteLoss
+from paceline.train.task import Accelerates
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.speed.test_graphs import Again
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 GPU = Capabilities("cuda", "an H200", bf16=True, tf32=True, fp16=True, compiler=True)
 
 
-class Kernels(SmallTask):
+class Kernels(SmallTask, Accelerates):
     """Its kernel is its plain module, twice as sure of itself."""
 
     accelerated: ClassVar[list[nn.Module]] = []
@@ -208,7 +210,7 @@ def test_kernels_are_put_into_the_model_that_is_trained(
     assert "without a kernel: head: it is too small" in said(capsys)
 
 
-class Broken(SmallTask):
+class Broken(SmallTask, Accelerates):
     def accelerate(self, model: nn.Module) -> list[str]:
         raise RuntimeError("no such instruction")
 
@@ -275,7 +277,7 @@ class InSevens:
         return -(-length // 7) * 7
 
 
-class RaggedInSevens(RaggedTask):
+class RaggedInSevens(RaggedTask, tasks.Recordable):
     def train_collate(self, data: Any) -> Any:
         return InSevens()
 

@@ -13,8 +13,9 @@ import torch
 import xxhash
 from torch import nn
 
+from paceline.core.errors import Conflict
 from paceline.train.checkpoint.format import CheckpointBroken
-from paceline.train.checkpoint.reader import NothingMatches, PartMissing, best, load, load_by_name, newest
+from paceline.train.checkpoint.reader import PartMissing, best, load, load_by_name, newest
 from paceline.train.checkpoint.writer import Checkpointer
 
 
@@ -199,5 +200,5 @@ def test_load_by_name_takes_what_fits_and_says_what_does_not() -> None:
 
 
 def test_load_by_name_refuses_weights_of_another_model() -> None:
-    with pytest.raises(NothingMatches, match=r"the model has 0\.weight.*the checkpoint has module\.0\.weight"):
+    with pytest.raises(Conflict, match=r"the model has 0\.weight.*the checkpoint has module\.0\.weight"):
         load_by_name(head(5), {f"module.{name}": value for name, value in head(5).state_dict().items()})

@@ -218,7 +218,7 @@ def _code(options: PackOptions, name: str) -> str:
 def _task_data(options: PackOptions, name: str) -> Any:
     """Return the data of a task, made as training would make it."""
     from paceline.train.find_task import load_task
-    from paceline.train.task import PacksData, Surroundings, stages_of
+    from paceline.train.task import Surroundings, stages_of
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
@@ -229,8 +229,8 @@ def _task_data(options: PackOptions, name: str) -> Any:
     config = [] if options.task_config is None else ["--config", str(options.task_config)]
     settings = load(task.Settings, [*config, "--epochs", "1"], prog="paceline pack")
     task.attach(Surroundings(settings, start(discover({}), device="cpu"), print))
-    if isinstance(task, PacksData):
-        packed = task.pack_data()
+    packed = task.pack_data()
+    if packed:
         part = options.part or next(iter(packed))
         if part not in packed:
             raise PackUsage(f"{name} has no data {part!r}", f"there are: {', '.join(packed)}")

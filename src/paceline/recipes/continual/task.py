@@ -26,7 +26,7 @@ from paceline.recipes.continual.replay.exchange import cut
 from paceline.recipes.continual.replay.table import Field
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.step_replay import StepReplay
-from paceline.train.task import Stage, Sums, Task
+from paceline.train.task import HasStages, SavesState, Stage, Sums, Task
 
 PART = 256
 """Examples computed together between tasks."""
@@ -54,7 +54,7 @@ class NotDistributed(PacelineError):
         return ", ".join(name for name in METHODS if method_class(name).exact)
 
 
-class Continual(Task):
+class Continual(Task, HasStages, SavesState):
     """`paceline train continual`."""
 
     Settings = ContinualSettings

@@ -34,7 +34,19 @@ from paceline.recipes.speech.transcriber import Transcriber
 from paceline.recipes.speech.word_errors.book import ErrorBook, joined
 from paceline.recipes.speech.word_errors.file import Analysis, kinds, write_analyses
 from paceline.train.predictions import DetailedText
-from paceline.train.task import Sums, Surroundings, Task
+from paceline.train.task import (
+    Accelerates,
+    Exports,
+    ReadsModels,
+    Recordable,
+    Reports,
+    SavesState,
+    ShowsSamples,
+    StreamsInputs,
+    Sums,
+    Surroundings,
+    Task,
+)
 
 _USED_BATCH = 32
 """Utterances that a model without a run hears at a time."""
@@ -44,7 +56,7 @@ _NO_SETS = {
 }
 
 
-class Asr(Task):
+class Asr(Task, Accelerates, Exports, ReadsModels, Recordable, Reports, SavesState, ShowsSamples, StreamsInputs):
     """Conformers, QuartzNet, Jasper and their relatives, from manifests."""
 
     Settings = AsrSettings

@@ -28,10 +28,20 @@ from paceline.recipes.translation.text.parallel import STANDARD_INPUT, ParallelT
 from paceline.recipes.translation.text.scores import Bleu, Chrf
 from paceline.recipes.translation.text.vocabulary import END, FILE, PAD, Vocabulary
 from paceline.train.metrics import Gathered
-from paceline.train.task import Metric, Task
+from paceline.train.task import (
+    Accelerates,
+    Exports,
+    Metric,
+    ReadsInputs,
+    Recordable,
+    Reports,
+    SavesState,
+    ShowsSamples,
+    Task,
+)
 
 
-class Translation(Task):
+class Translation(Task, Accelerates, Exports, ReadsInputs, Recordable, Reports, SavesState, ShowsSamples):
     """A Transformer or an LSTM with attention, from parallel text."""
 
     Settings = TranslationSettings

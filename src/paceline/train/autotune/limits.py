@@ -92,7 +92,7 @@ GRAPHS = (
         "a task whose `can_record` is False",
         "Its settings ask for a loss that cannot be recorded, as a transducer's, which keeps random states aside.",
         "the loss of these settings cannot be recorded",
-        lambda facts: not facts.task.can_record,
+        lambda facts: isinstance(facts.task, Recordable) and not facts.task.can_record,
     ),
     Limit(
         "a CPU",

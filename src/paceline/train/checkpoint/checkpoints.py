@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.cloud.address import address_of
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, PacelineError
 from paceline.core.language import said
 from paceline.core.run_folder import RunFolder
 from paceline.train.checkpoint import pieces, reader, state
@@ -50,18 +50,6 @@ class NoSoundCheckpoint(PacelineError):
     @property
     def reasons(self) -> str:
         return "\n".join(f"  {error}" for error in self.broken)
-
-
-class CopyNotShared(PacelineError):
-    """Ranks on several machines that each write pieces of one checkpoint, into copies of their own."""
-
-    address: str
-    copy: Path
-    sentence = "{address}: every rank writes its pieces of a checkpoint, and the machines have each a copy of their own"
-    hint = (
-        "set PACELINE_COPIES to a folder on a disk that all machines share, or write whole checkpoints with "
-        "`--checkpoint-form whole`"
-    )
 
 
 class Checkpoints:
@@ -134,7 +122,11 @@ class Checkpoints:
             self._link.barrier()  # the first rank has found the folder as it was: now the others may write there
             address = address_of(self._run.folder)
             if address is not None and not self._run.is_run:
-                raise CopyNotShared(address, self._run.folder)
+                raise Conflict(
+                    f"{address}: every rank writes its pieces of a checkpoint, and each machine has a copy of its own",
+                    hint="set PACELINE_COPIES to a folder on a disk that all machines share, or write whole "
+                    "checkpoints with `--checkpoint-form full`",
+                )
         if rank in writers:
             self._writer = Checkpointer(
                 self._run.checkpoints,

@@ -15,7 +15,7 @@ from paceline.train.checkpoint.pieces import Parts
 from paceline.train.checkpoint.reader import Checkpoint
 from paceline.train.position import Position
 from paceline.train.stepper import Stepper
-from paceline.train.task import Describes, Task, state_of
+from paceline.train.task import Task, about_of, state_of
 from paceline.world.link import Link
 
 
@@ -104,6 +104,6 @@ def collect_run(
         choice=run.choice,
         few_shapes=run.few_shapes,
         sums=engine.config.sums,
-        about=run.task.about() if isinstance(run.task, Describes) else {},
+        about=about_of(run.task),
     )
     return {**parts, **further}, values

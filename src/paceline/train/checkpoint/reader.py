@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.core.cloud.address import shown
 from paceline.core.cloud.file_copy import bring_parts
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, PacelineError
 from paceline.core.language import phrase
 from paceline.train.checkpoint import pieces
 from paceline.train.checkpoint.format import (
@@ -47,23 +47,6 @@ class PartMissing(PacelineError):
     @property
     def names(self) -> str:
         return ", ".join(self.have)
-
-
-class NothingMatches(PacelineError):
-    """Weights of which not one fits the model."""
-
-    expected: Sequence[str]
-    found: Sequence[str]
-    sentence = "no weight fits by name and shape: the model has {model_names}; the checkpoint has {checkpoint_names}"
-    hint = "check that the checkpoint is of the same kind of model; its names may carry another prefix"
-
-    @property
-    def model_names(self) -> str:
-        return _first_names(self.expected)
-
-    @property
-    def checkpoint_names(self) -> str:
-        return _first_names(self.found)
 
 
 def _first_names(names: Sequence[str]) -> str:
@@ -157,7 +140,11 @@ def load_by_name(model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadedNames
     shapes = {name: (tuple(weights[name].shape), tuple(tensors[name].shape)) for name in weights if name in tensors}
     loaded = [name for name, (expected, stored) in shapes.items() if expected == stored]
     if not loaded:
-        raise NothingMatches(list(weights), list(tensors))
+        raise Conflict(
+            f"no weight fits by name and shape: the model has {_first_names(list(weights))}; the checkpoint has "
+            f"{_first_names(list(tensors))}",
+            hint="check that the checkpoint is of the same kind of model; its names may have another prefix",
+        )
     for name in loaded:
         weights[name].copy_(tensors[name])
     return LoadedNames(

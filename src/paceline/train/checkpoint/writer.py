@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.core.disk import sync
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, PacelineError
 from paceline.core.language import phrase
 from paceline.train.checkpoint.format import (
     DIGESTS,
@@ -55,20 +55,6 @@ class CheckpointFailed(PacelineError):
     error: OSError
     sentence = "{path}: {what}: {error}"
     hint = "free some space or choose another folder with `--out`, then go on with `--resume auto`"
-
-
-class PiecesMissing(PacelineError):
-    """A checkpoint of which ranks did not write their pieces; those before it are untouched."""
-
-    path: Path
-    ranks: list[int]
-    waited_s: float
-    sentence = "{path}: no pieces from rank {names} in {waited_s:g} s, so the checkpoint was not written"
-    hint = "look into the logs of these ranks; all ranks must write to the same run folder"
-
-    @property
-    def names(self) -> str:
-        return ", ".join(map(str, self.ranks))
 
 
 class StateNotPlain(PacelineError):
@@ -225,7 +211,11 @@ class Checkpointer:
         """Wait for the other ranks' files, and return their entries."""
         notes = {rank: aside / handed_in(rank) for rank in range(1, self._num_writers)}
         if not poll(lambda: all(note.exists() for note in notes.values()), self._timeout_s):
-            raise PiecesMissing(final, [rank for rank, note in notes.items() if not note.exists()], self._timeout_s)
+            ranks = ", ".join(str(rank) for rank, note in notes.items() if not note.exists())
+            raise Failed(
+                f"{final}: no pieces from rank {ranks} in {self._timeout_s:g} s, so the checkpoint was not written",
+                hint="look into the logs of these ranks; all ranks must write to the same run folder",
+            )
         entries: Entries = {}
         for note in notes.values():
             entries |= json.loads(note.read_bytes())
