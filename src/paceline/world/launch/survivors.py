@@ -36,7 +36,8 @@ from paceline.core.errors import PacelineError
 from paceline.world.discover.environment import OWN_RUN_ID
 from paceline.world.failure.board import EXIT_INTERRUPT, EXIT_STOPPED
 from paceline.world.launch.agents import AgentRendezvous, Node, NodesMissing
-from paceline.world.launch.coordinator import LEAVE_S, Coordinator, Survival
+from paceline.world.launch.coordinator import Coordinator
+from paceline.world.launch.decisions import LEAVE_S, Survival
 from paceline.world.launch.heartbeat import Heartbeat
 from paceline.world.launch.launcher import ALONE, LauncherGone, count_procs, ranks_environment
 from paceline.world.parent_process import bound
@@ -291,10 +292,7 @@ def _watch_over(agent: NodeAgent, coordinator: Coordinator | None, signals: _Sig
         code = agent.ended_with
         was_asleep, looked = time.monotonic() - looked > _ASLEEP_S, time.monotonic()
         if coordinator is not None:
-            if was_asleep:
-                coordinator.listen_anew()
-            coordinator.is_stopping = coordinator.is_stopping or signals.are_told_to_leave
-            code = coordinator.poll()
+            code = coordinator.poll(is_asked_to_stop=signals.are_told_to_leave, was_asleep=was_asleep)
             missing = coordinator.missing()
             if missing and (time.monotonic() - began > node.timeout_s or signals.are_told_to_leave):
                 raise NodesMissing(node, missing, coordinator.hosts())
