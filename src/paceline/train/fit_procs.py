@@ -27,7 +27,6 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import refuse_memory
 from paceline.core.errors import PacelineError, first_line
-from paceline.core.extras import EXTRAS
 from paceline.core.terminal import warn
 from paceline.observe.callback import Callback, RunInfo
 from paceline.train.task import Task
@@ -138,7 +137,7 @@ def _dumped(value: Any) -> bytes:
     try:
         import cloudpickle
     except ModuleNotFoundError:
-        raise NeedsCloudpickle(EXTRAS["cloudpickle"]) from None
+        raise NeedsCloudpickle("notebook") from None
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:  # whatever an object of the user's raises

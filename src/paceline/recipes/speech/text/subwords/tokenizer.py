@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from paceline.core.errors import PacelineError
-from paceline.core.extras import PackagesMissing
+from paceline.core.extras import imports_for
 from paceline.core.language import phrase
 from paceline.recipes.speech.text.pieces import WORD_START, from_wordpiece
 from paceline.recipes.speech.text.subwords.cutting import (
@@ -239,10 +239,8 @@ def learn_bpe(texts: Iterable[str], size: int) -> Tokenizer:
 
     Merges are found by the package `tokenizers`, and stored as a SentencePiece model: earlier ones have higher scores.
     """
-    try:
+    with imports_for("asr"):
         import tokenizers
-    except ModuleNotFoundError:
-        raise PackagesMissing("asr", "tokenizers", "asr") from None
     model = tokenizers.models.BPE(unk_token="<unk>")
     learner = tokenizers.Tokenizer(model)
     learner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(replacement=WORD_START, prepend_scheme="always")
