@@ -11,6 +11,7 @@ import pytest
 
 import paceline
 from paceline.cli.main import main
+from paceline.core.extras import extra_of, extras
 from paceline.recipes.digits import Digits
 
 
@@ -48,3 +49,25 @@ def test_demo_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     said = capsys.readouterr().err
     assert "`paceline demo` needs the package soundfile, which is not installed" in said
     assert "pip install 'paceline[demo]'" in said
+
+
+@pytest.mark.parametrize(
+    ("package", "wanted", "extra"),
+    [
+        ("soundfile", "", "asr"),
+        ("soundfile", "demo", "demo"),
+        ("tokenizers", "asr", "asr"),
+        ("tokenizers", "continual", "translation"),
+        ("sklearn", "digits", "demo"),
+        ("h5py", "", "pack"),
+        ("transformers", "", None),
+    ],
+)
+def test_extra_is_the_wanted_or_the_smallest_that_installs_a_package(
+    package: str, wanted: str, extra: str | None
+) -> None:
+    assert extra_of(package, wanted) == extra
+
+
+def test_extras_include_the_extras_they_name() -> None:
+    assert extras()["asr"] < extras()["demo"]

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[list[dict[str, str]], list[str]]] = {
     ),
     "an address of nobody": (
         [{"MASTER_ADDR": "192.0.2.1"}],
-        ["192.0.2.1 is no address of this machine", "export MASTER_ADDR=<an address of rank 0's machine>"],
+        ["192.0.2.1 is not an address of this machine", "export MASTER_ADDR=<an address of rank 0's machine>"],
     ),
     "a name of nobody": (
         [{"MASTER_ADDR": "no-such-host.invalid"}] * 2,

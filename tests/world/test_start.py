@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from paceline.config.settings import WorldSettings
+from paceline.core.errors import Conflict
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.resources import NoCudaDevice
 from paceline.world.rounds import RoundOver
-from paceline.world.start import GroupDiffers, from_settings, start
+from paceline.world.start import from_settings, start
 from tests.crash import run_until_death
 from tests.ranks import ranks, run_ranks
 
@@ -55,7 +56,7 @@ def test_a_group_without_variables_is_noticed(link: Link) -> None:
 
 @ranks(2)
 def test_a_group_that_is_not_the_jobs_is_refused(link: Link) -> None:
-    with pytest.raises(GroupDiffers, match=f"rank {link.world.rank} of 2, but the environment says rank 5 of 8"):
+    with pytest.raises(Conflict, match=f"rank {link.world.rank} of 2, but the environment says rank 5 of 8"):
         start(replace(link.world, rank=5, size=8), device="cpu", threads=1)
 
 

@@ -134,7 +134,7 @@ def _launch_on_ray(options: LaunchOptions, command: Sequence[str]) -> int:
 
 
 def _launch(options: LaunchOptions, command: Sequence[str], around: World) -> int:
-    from paceline.world.launch.coordinator import Survival
+    from paceline.world.launch.decisions import Survival
     from paceline.world.launch.launcher import launch
     from paceline.world.launch.survivors import launch_surviving
 

@@ -141,7 +141,7 @@ def _command(words: list[str]) -> int:
 
 def _run(name: str, words: list[str]) -> int:
     from paceline.core.errors import PacelineError
-    from paceline.core.extras import EXTRAS, CommandNeedsPackages, missing_package
+    from paceline.core.extras import CommandNeedsPackages, missing_package
 
     # Read when torch is imported: its store warns once per connection where a name server does not know the peer, and
     # prints C++ frames when a peer is gone, which our own message says better.
@@ -152,10 +152,10 @@ def _run(name: str, words: list[str]) -> int:
     except PacelineError as error:
         return _mistake(error)
     except ModuleNotFoundError as error:
-        package = missing_package(error)
-        if package is None:
+        missing = missing_package(error, name)
+        if missing is None:
             raise
-        return _mistake(CommandNeedsPackages(name, package, name if name == "demo" else EXTRAS[package]))
+        return _mistake(CommandNeedsPackages(name, *missing))
     except SystemExit as left:  # after `--help`
         return left.code if isinstance(left.code, int) else 0
     return code

@@ -151,7 +151,7 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
     _folder(settings, words[0])  # a name that cannot be is said here, once and at once
     command = [sys.executable, "-m", "paceline", "train", *words]
     if options.on_failure == "continue" and procs > 1 and _trains(settings):
-        from paceline.world.launch.coordinator import Survival
+        from paceline.world.launch.decisions import Survival
         from paceline.world.launch.survivors import launch_surviving
 
         rules = Survival(options.max_restarts, options.min_ranks)

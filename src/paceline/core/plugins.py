@@ -184,6 +184,8 @@ def guarded(plugin: Plugin, doing: str, action: Callable[[], T]) -> T:
     except PacelineError:
         raise
     except (Exception, SystemExit) as error:
+        if plugin.is_ours and isinstance(error, ModuleNotFoundError):
+            raise  # callers name the extra that installs it
         raise PluginFails(plugin.title, doing, f"{first_line(error)}{_place(error)}") from error
 
 

@@ -27,7 +27,6 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import refuse_memory
 from paceline.core.errors import Conflict, InvalidSetting, NotInstalled, PacelineError, first_line
-from paceline.core.extras import EXTRAS
 from paceline.core.terminal import warn
 from paceline.core.units import counted
 from paceline.observe.callback import Callback, RunInfo
@@ -117,7 +116,7 @@ def _dumped(value: Any) -> bytes:
     except ModuleNotFoundError:
         raise NotInstalled(
             "`procs` hands the task to other processes, and needs the package cloudpickle, which is not installed",
-            hint=f"pip install 'paceline[{EXTRAS['cloudpickle']}]', or put the task into a file: "
+            hint="pip install 'paceline[notebook]', or put the task into a file: "
             "`paceline train file.py:Task --procs N`",
         ) from None
     try:

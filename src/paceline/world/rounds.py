@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import RanksDiffer
 from paceline.world.consistency import differences
 from paceline.world.discover.environment import World
 from paceline.world.failure.board import EXIT_CRASH
@@ -48,18 +48,6 @@ _ANSWER_S = 5.0
 
 class RoundOver(DistNetworkError):
     """The launcher has ended the round in which this process waits for others."""
-
-
-class CannotJoin(PacelineError):
-    """A process that is not like those that it is to join."""
-
-    problems: Sequence[str]
-    sentence = "this process cannot join the run: it is not like those that train it:\n{lines}"
-    hint = "the run goes on without it; code and settings of a run must not change while it goes on"
-
-    @property
-    def lines(self) -> str:
-        return "\n".join(f"  {problem}" for problem in self.problems[:12])
 
 
 @dataclass(frozen=True)
@@ -235,7 +223,7 @@ class Rounds:
                     raise
 
     def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise `RanksDisagree` unless this process has the facts of the first that has called it.
+        """Raise `RanksDiffer` unless this process has the facts of the first that has called it.
 
         Those of a round compare all that they have; this keeps one that joins from ending the round of the others.
         """
@@ -243,7 +231,11 @@ class Rounds:
         first = self._store.compare_set("facts", "", text).decode()
         found = differences([json.loads(text), json.loads(first)]) if first != text else []
         if found:
-            raise CannotJoin([f"{each.name} is {' and not '.join(each.values)}" for each in found])
+            lines = "\n".join(f"  {each.name} is {' and not '.join(each.values)}" for each in found[:12])
+            raise RanksDiffer(
+                f"this process cannot join the run, because it differs from the ranks that train it:\n{lines}",
+                hint="the run continues without it; code and settings of a run must not change while it runs",
+            )
 
     def check(self) -> None:
         """Raise `RoundOver` if the launcher has ended the round: who is waited for will not come."""

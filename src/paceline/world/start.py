@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.config.compared import shared_settings
 from paceline.config.settings import WorldSettings
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict
 from paceline.core.torch_private import can_set_group_timeout, set_group_timeout
 from paceline.world import group_sockets
 from paceline.world.consistency import check_same, installation
@@ -128,28 +128,10 @@ def start(
     return Link(world, chosen, num_threads, meeting.hosts, store, watch, guest, threads_by, owns_group=not has_group)
 
 
-class GroupDiffers(PacelineError):
-    """A process group that exists already, and is not that of the job."""
-
-    place: str
-    expected: str
-    sentence = "torch.distributed was initialised as {place}, but the environment says {expected}"
-    hint = "initialise it from the environment (`init_method='env://'`), or leave that to paceline"
-
-
-class GroupWithoutCpu(PacelineError):
-    """A process group that exists already and carries no tensors of the CPU."""
-
-    backend: str
-    sentence = "torch.distributed was initialised with {backend}, which carries no tensors of the CPU"
-    hint = "initialise it with `backend='cpu:gloo,cuda:nccl'`, or leave that to paceline"
-
-
 def _of_group() -> World:
     """Return the place of this process in a group that was initialised without a launcher's variables."""
     backend = str(dist.get_backend_config())
-    if "cpu:" not in backend:
-        raise GroupWithoutCpu(backend)
+    _check_cpu_backend(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     hosts: list[str] = [""] * size
     dist.all_gather_object(hosts, socket.gethostname())
@@ -168,13 +150,24 @@ def _of_group() -> World:
     )
 
 
+def _check_cpu_backend(backend: str) -> None:
+    if "cpu:" not in backend:
+        raise Conflict(
+            f"torch.distributed was initialised with {backend}, which carries no tensors of the CPU",
+            hint="initialise it with `backend='cpu:gloo,cuda:nccl'`, or leave that to paceline",
+        )
+
+
 def _beside_group(world: World) -> World:
     """Return the place of this rank, with a rendezvous beside that of the process group which exists already."""
     rank, size, backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend_config())
     if (rank, size) != (world.rank, world.size):
-        raise GroupDiffers(f"rank {rank} of {size}", f"rank {world.rank} of {world.size}")
-    if "cpu:" not in backend:
-        raise GroupWithoutCpu(backend)
+        raise Conflict(
+            f"torch.distributed was initialised as rank {rank} of {size}, but the environment says "
+            f"rank {world.rank} of {world.size}",
+            hint="initialise it from the environment (`init_method='env://'`), or leave that to paceline",
+        )
+    _check_cpu_backend(backend)
     if world.launcher_hosts_store:
         return world
     box: list[str | None] = [None]

@@ -93,29 +93,6 @@ class MeetingPointTaken(NoMeeting):
 _EXPORT_ADDRESS = "export MASTER_ADDR=<name or address of rank 0's machine>, the same for all ranks"
 
 
-class MeetingPointUnknownHere(NoMeeting):
-    """The name of the meeting point has no address on the machine that is to serve there."""
-
-    meeting: str
-    cause: str
-    sentence = "rank 0 cannot listen at {meeting}: the name has no address ({cause})"
-    hint = _EXPORT_ADDRESS
-
-
-class MeetingPointElsewhere(NoMeeting):
-    """The meeting point is an address of another machine than rank 0's."""
-
-    meeting: str
-    address: str
-    host: str
-    interfaces: str
-    sentence = "rank 0 runs on {host} and cannot listen at {meeting}: {address} is no address of this machine"
-    hint = (
-        "export MASTER_ADDR=<an address of rank 0's machine> for all ranks ({host} has {interfaces}); "
-        "if that address is forwarded to {host}, also export PACELINE_LISTEN=0.0.0.0 there"
-    )
-
-
 class SecretsDiffer(NoMeeting):
     """A rank has another secret than the process that serves the store."""
 
@@ -325,7 +302,13 @@ def serve(meeting: str, secret: Secret, is_one_machine: bool) -> StoreServer:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             names = ", ".join(f"{place} on {name}" for name, place in interfaces.items() if not is_loopback(place))
-            raise MeetingPointElsewhere(meeting, address, socket.gethostname(), names or "none") from None
+            host = socket.gethostname()
+            raise NoMeeting(
+                f"rank 0 runs on {host} and cannot listen at {meeting}: {address} is not an address of this machine",
+                hint="export MASTER_ADDR=<an address of rank 0's machine> for all ranks "
+                f"({host} has {names or 'none'}); "
+                f"if that address is forwarded to {host}, also export PACELINE_LISTEN=0.0.0.0 there",
+            ) from None
         raise MeetingPointTaken(meeting, _why(error)) from None
 
 
@@ -334,7 +317,9 @@ def _addresses(meeting: str) -> list[str]:
     try:
         found = socket.getaddrinfo(*_split(meeting), type=socket.SOCK_STREAM)
     except OSError as error:
-        raise MeetingPointUnknownHere(meeting, _why(error)) from None
+        raise NoMeeting(
+            f"rank 0 cannot listen at {meeting}: the name has no address ({_why(error)})", hint=_EXPORT_ADDRESS
+        ) from None
     return [str(address[0]) for _, _, _, _, address in sorted(found)]
 
 

@@ -7,13 +7,11 @@ import json
 import pytest
 
 from paceline.cli.launch import _around, _load
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotFound, PacelineError
 from paceline.world.discover.allocation import Allocation, find_allocation
 from paceline.world.discover.environment import (
     EnvironmentContradicts,
     EnvironmentIncomplete,
-    LocalSizeUnknown,
-    RankCountUnknown,
     World,
     discover,
 )
@@ -153,7 +151,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("env", "error", "hint"),
     [
-        (AZUREML, LocalSizeUnknown, "process_count_per_instance"),
+        (AZUREML, NotFound, "process_count_per_instance"),
         (
             {"AZUREML_RUN_ID": "run", "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5"},
             ClusterIncomplete,
@@ -179,7 +177,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (SAGEMAKER | {"SM_HOSTS": "algo-1"}, ClusterIncomplete, "SM_HOSTS"),
         (without(JSRUN, "JSM_NAMESPACE_SIZE"), EnvironmentIncomplete, "set JSM_NAMESPACE_SIZE too"),
         (without(JSRUN, "JSM_NAMESPACE_RANK"), EnvironmentIncomplete, "set JSM_NAMESPACE_RANK too"),
-        (without(PALS, "PMI_SIZE"), RankCountUnknown, "export WORLD_SIZE"),
+        (without(PALS, "PMI_SIZE"), NotFound, "export WORLD_SIZE"),
         (without(PALS, "PALS_LOCAL_SIZE"), EnvironmentIncomplete, "set PALS_LOCAL_SIZE too"),
         (without(RAY, "LOCAL_WORLD_SIZE"), EnvironmentIncomplete, "set LOCAL_WORLD_SIZE too"),
         ({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, ClusterIncomplete, "unset TF_CONFIG"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.world.discover.allocation import Allocation, HostfileUnreadable, find_allocation, parse_hostfile
+from paceline.core.errors import Unreadable
+from paceline.world.discover.allocation import Allocation, find_allocation, parse_hostfile
 from paceline.world.discover.environment import (
     OWN_RUN_ID,
     EnvironmentContradicts,
@@ -315,7 +316,7 @@ def test_ranks_of_mpirun_in_a_grid_engine_job() -> None:
 def test_grid_engine_s_list_of_hosts() -> None:
     assert parse_hostfile("n1 4 a.q@n1 UNDEFINED\n\nn2 2 a.q@n2\nn1 1 b.q@n1 <NULL>\n") == {"n1": 5, "n2": 2}
     for text in ("n1", "n1 four a.q"):
-        with pytest.raises(HostfileUnreadable, match="n1"):
+        with pytest.raises(Unreadable, match="n1"):
             parse_hostfile(text)
     found = find_allocation(GRID_ENGINE, lambda path: HOSTFILE)
     assert found == Allocation("sge", "1", ("plh1", "plh2"), 4)

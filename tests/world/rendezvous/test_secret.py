@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, InvalidSetting, PacelineError
 from paceline.world.rendezvous.secret import (
-    SecretTooShort,
     SecretUnsafe,
-    SecretUnwritable,
     find_secret,
     secret_path,
 )
@@ -22,7 +20,7 @@ def test_the_environment_comes_first(tmp_path: Path) -> None:
     env = {"PACELINE_SECRET": "0123456789abcdef", "HOME": str(tmp_path)}
     assert find_secret(env, is_one_machine=False).value == b"0123456789abcdef"
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(SecretTooShort):
+    with pytest.raises(InvalidSetting, match="less than 16 characters"):
         find_secret({"PACELINE_SECRET": "guess"}, is_one_machine=True)
 
 
@@ -64,7 +62,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     env = {"HOME": "/proc/no such folder"}
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert find_secret(env, is_one_machine=True) == find_secret(env, is_one_machine=True)
-    with pytest.raises(SecretUnwritable, match="cannot be kept"):
+    with pytest.raises(Failed, match="cannot be stored"):
         find_secret(env, is_one_machine=False)
     (folder,) = tmp_path.iterdir()
     folder.chmod(0o777)

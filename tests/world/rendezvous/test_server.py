@@ -21,7 +21,7 @@ from paceline.world.rendezvous.channel import SecretRefused, StrangerAnswers, an
 from paceline.world.rendezvous.client import NearStore, StoreClient, StoreGone, StoreSilent, TorchStoreClient
 from paceline.world.rendezvous.secret import Secret
 from paceline.world.rendezvous.server import StoreServer
-from paceline.world.store import MeetingPointUnknownHere, listen_address, serve
+from paceline.world.store import NoMeeting, listen_address, serve
 
 SECRET = b"a secret of the tests"
 
@@ -255,7 +255,7 @@ def test_forked_children_do_not_keep_the_port(server: StoreServer) -> None:
 def test_an_address_that_is_given_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name server of a cluster learns a pod's name after the pod has begun: that was the end of the job."""
     secret = Secret(SECRET, "the tests")
-    with pytest.raises(MeetingPointUnknownHere, match="job-0.job.invalid:0: the name has no address"):
+    with pytest.raises(NoMeeting, match="job-0.job.invalid:0: the name has no address"):
         serve("job-0.job.invalid:0", secret, is_one_machine=False)
     monkeypatch.setenv("PACELINE_LISTEN", "127.0.0.1")
     server = serve("job-0.job.invalid:0", secret, is_one_machine=False)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Unreadable
 from paceline.world.discover.hostlist import expand
 
 ReadText = Callable[[str], "str | None"]
@@ -23,14 +23,6 @@ class Allocation:
     """Machines in the scheduler's order; the first one runs the job's script."""
     slots: int | None = None
     """Processes or cores that the job may use in all, where the scheduler says so."""
-
-
-class HostfileUnreadable(PacelineError):
-    """A line of Grid Engine's list of hosts that is not in its form."""
-
-    line: str
-    sentence = "PE_HOSTFILE: {line!r} is not `host slots queue cores`"
-    hint = "PE_HOSTFILE names a file with lines such as `node1 4 all.q@node1 UNDEFINED`; Grid Engine writes it"
 
 
 def read_text(path: str) -> str | None:
@@ -96,6 +88,9 @@ def parse_hostfile(text: str) -> dict[str, int]:
         if not words:
             continue
         if len(words) < 2 or not words[1].isdecimal():
-            raise HostfileUnreadable(line)
+            raise Unreadable(
+                f"PE_HOSTFILE: {line!r} is not `host slots queue cores`",
+                hint="Grid Engine writes this file, with lines such as `node1 4 all.q@node1 UNDEFINED`",
+            )
         slots[words[0]] = slots.get(words[0], 0) + int(words[1])
     return slots

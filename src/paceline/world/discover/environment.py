@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotFound, PacelineError
 from paceline.core.language import phrase
 from paceline.world.discover.allocation import ReadText, find_allocation, read_text
 from paceline.world.discover.machines import Machine, ProcessesWanted, check_tensorflow, find_machine
@@ -72,18 +72,6 @@ class EnvironmentIncomplete(PacelineError):
     @property
     def all_missing(self) -> str:
         return _and(self.missing)
-
-
-class LocalSizeUnknown(EnvironmentIncomplete):
-    """AzureML's variables, which do not say how many processes a machine has."""
-
-    hint = "set LOCAL_WORLD_SIZE to the job's `process_count_per_instance`, under its `environment_variables`"
-
-
-class RankCountUnknown(EnvironmentIncomplete):
-    """Variables of PALS, whose mpiexec does not always say how many ranks there are."""
-
-    hint = "export WORLD_SIZE=<the number behind `mpiexec -n`> in the job's script, before mpiexec"
 
 
 class EnvironmentContradicts(PacelineError):
@@ -191,7 +179,10 @@ def _from_plugin(env: Environment, read: ReadText) -> World | None:
 def _require_local_place(env: Environment) -> None:
     missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in env]
     if missing == ["LOCAL_WORLD_SIZE"] and "AZUREML_RUN_ID" in env:
-        raise LocalSizeUnknown(["RANK", "WORLD_SIZE", "LOCAL_RANK"], missing)
+        raise NotFound(
+            "RANK, WORLD_SIZE and LOCAL_RANK are set, but not LOCAL_WORLD_SIZE: the ranks per machine are unknown",
+            hint="set LOCAL_WORLD_SIZE to the job's `process_count_per_instance`, under its `environment_variables`",
+        )
     if missing:
         raise EnvironmentIncomplete(["RANK", "WORLD_SIZE"], missing)
 
@@ -222,7 +213,10 @@ def _from_pals(env: Environment, read: ReadText) -> World | None:
         return None
     size_name = "PMI_SIZE" if "PMI_SIZE" in env else "WORLD_SIZE"
     if size_name not in env:
-        raise RankCountUnknown(["PALS_RANKID"], ["PMI_SIZE", "WORLD_SIZE"])
+        raise NotFound(
+            "PALS_RANKID is set, but not PMI_SIZE or WORLD_SIZE: the number of ranks is unknown",
+            hint="export WORLD_SIZE=<the number behind `mpiexec -n`> in the job's script, before mpiexec",
+        )
     names = ("PALS_RANKID", size_name, "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
     world = _from_mpi(env, read, "pals", names, ("PBS_JOBID", "PALS_APID"))
     return replace(world, node_rank=_integer(env, "PALS_NODEID", world.node_rank))

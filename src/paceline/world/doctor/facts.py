@@ -7,27 +7,21 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from paceline.core import plugins
+from paceline.core.extras import extras
 from paceline.core.provenance import version_of
 from paceline.world.discover.environment import World
 from paceline.world.discover.interfaces import HostIsLoopback, address_of, find_interface, list_interfaces
 from paceline.world.discover.plugin_launchers import split
 
 _MIB = 2**20
-PACKAGES = {
-    "tensorboard": "logs",
-    "soundfile": "speech",
-    "soxr": "speech",
-    "rapidfuzz": "speech",
-    "triton": "compiled GPU kernels",
-}
-"""Optional packages, and what they are for."""
+_CORE_PACKAGES = {"tensorboard": "logs", "triton": "compiled GPU kernels"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,9 @@ class Facts:
     shm_free_mib: int | None
     disk_free_mib: int
     packages: Mapping[str, str]
-    """Versions of the optional packages that are there."""
+    """Versions of the optional packages that are installed."""
+    missing_packages: Mapping[str, str] = field(default_factory=dict)
+    """Optional packages that are not installed, and what needs them."""
     plugins: tuple[plugins.Plugin, ...] = ()
     """Plugins of other packages, none of which is imported."""
     plugin_problems: tuple[str, ...] = ()
@@ -84,6 +80,8 @@ def collect(
 ) -> Facts:
     """Return the facts of this rank; `folder` is the folder of runs, `built_in` are names that plugins may not have."""
     interface, problem = _interface(world)
+    needed_by = optional_packages()
+    versions = {name: version for name in needed_by if (version := version_of(name)) is not None}
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Facts(
         rank=world.rank,
@@ -108,10 +106,17 @@ def collect(
         shm_mib=shm.total // _MIB if shm is not None else None,
         shm_free_mib=shm.free // _MIB if shm is not None else None,
         disk_free_mib=shutil.disk_usage(existing(folder)).free // _MIB,
-        packages={name: version for name in PACKAGES if (version := version_of(name)) is not None},
+        packages=versions,
+        missing_packages={name: need for name, need in needed_by.items() if name not in versions},
         plugins=plugins.installed().others,
         plugin_problems=_plugin_problems(built_in or {}),
     )
+
+
+def optional_packages() -> dict[str, str]:
+    """Return the packages of the core and of the extras of registered recipes, and what needs them."""
+    recipes = sorted({plugin.name for plugin in plugins.installed().of("recipes")} & extras().keys())
+    return _CORE_PACKAGES | {package: f"recipe {name}" for name in recipes for package in sorted(extras()[name])}
 
 
 def _plugin_problems(built_in: Mapping[plugins.Group, Collection[str]]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from paceline.world.discover.allocation import Allocation
 from paceline.world.discover.environment import World
 from paceline.world.discover.hostlist import fold
 from paceline.world.discover.interfaces import HostIsLoopback
-from paceline.world.doctor.facts import PACKAGES, Facts
+from paceline.world.doctor.facts import Facts
 from paceline.world.doctor.measure import Reduction, SharedFolder
 
 Verdict = Literal["ok", "warning", "problem"]
@@ -229,7 +229,7 @@ def speed(reductions: Sequence[Reduction], world: World, device: str) -> Iterato
 
 
 def packages(roll: Sequence[Facts]) -> Finding:
-    missing = [f"{name} ({PACKAGES[name]})" for name in PACKAGES if name not in roll[0].packages]
+    missing = [f"{name} ({need})" for name, need in roll[0].missing_packages.items()]
     there = ", ".join(f"{name} {version}" for name, version in roll[0].packages.items()) or "none"
     return Finding("optional packages", "ok", f"{there}; not installed: {', '.join(missing) or 'none'}")
 

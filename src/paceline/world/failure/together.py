@@ -59,8 +59,6 @@ _OF_GLOO = ("gloo/", "Gloo", "caused pair closure", "Connection closed by peer",
 _last_meeting: Meeting | None = None
 # `fail_together` is running a job.
 _is_guarded = False
-# The error that is in the log already.
-_logged: BaseException | None = None
 
 
 @dataclass
@@ -73,6 +71,11 @@ class Meeting:
     hosts: tuple[str, ...] = ()
     """The machine of each rank, once the roll was called."""
     look_s: float = _LOOK_S
+    logged: BaseException | None = None
+    """The broken link that is in the log of this rank already."""
+
+    def host(self, rank: int) -> str | None:
+        return self.hosts[rank] if self.hosts else None
 
 
 def remember_meeting(world: World, store: Store, watch: FailureWatch, timeout_s: float) -> Meeting:
@@ -138,49 +141,53 @@ def is_broken_link(error: BaseException | None) -> bool:
 
 def _fail(world: World, error: BaseException) -> NoReturn:
     """Agree with the other ranks on the first failure, print it once, and end."""
-    if _last_meeting is not None and _last_meeting.world.meeting == world.meeting:
-        world = _last_meeting.world  # where survivors go on, ranks and attempts change
+    meeting = _last_meeting
+    if meeting is not None and meeting.world.meeting == world.meeting:
+        world = meeting.world  # where survivors go on, ranks and attempts change
     mine = _report(world, error)
     if mine.kind == "lost":
-        _log_lost(mine, error)
+        _log_lost(mine, error, meeting)
         if stacks.has_log():
             mine = replace(mine, trace="")  # the message names who is lost; the log has the rest
     try:
-        board = _board(world, error)
+        board = _board(world, error, meeting)
         if board is not None and mine.kind == "lost":
-            mine = _look(board, world, mine)
+            mine = _look(board, world, mine, meeting)
         first = mine if board is None else board.post(mine)
     except (DistError, PacelineError) as unheard:
-        board, first = None, (mine := _report_without_store(world, mine, isinstance(unheard, StoreSilent)))
+        board, first = (
+            None,
+            (mine := _report_without_store(world, mine, meeting, is_silent=isinstance(unheard, StoreSilent))),
+        )
     if first == mine and mine.kind != "interrupt":
         warn(f"{mine}\n")
         sys.stderr.flush()
-    elif _last_meeting is not None:
-        _last_meeting.watch.repeat(first)
+    elif meeting is not None:
+        meeting.watch.repeat(first)
     elif repeats(world, mine.host, first):
         warn(repeated(world, first))
     if board is not None:
         with suppress(DistError):
-            _tell_others(board, world, first, error)
+            _tell_others(board, world, first, error, _look_s(meeting))
     exit_now(first.exit_code)
 
 
-def _report_without_store(world: World, mine: Failure, is_silent: bool) -> Failure:
+def _report_without_store(world: World, mine: Failure, meeting: Meeting | None, *, is_silent: bool) -> Failure:
     """Return the report of this rank where the store went with the rank that served it, or end without one.
 
     `is_silent`: the store did not answer, so whoever serves it may be frozen or cut off instead of gone.
     """
-    heard = _last_meeting.watch.heard if _last_meeting is not None else None
+    heard = meeting.watch.heard if meeting is not None else None
     if heard is not None:
         exit_now(heard.exit_code)  # the rank that served the store has reported, and waited for no other
     if mine.kind != "lost":
         return mine
     if not speaks_for_machine(world):
         exit_now(mine.exit_code)  # all survivors come here
-    return replace(mine, lost=_who_is_gone(world, is_silent))
+    return replace(mine, lost=_who_is_gone(world, meeting, is_silent=is_silent))
 
 
-def _tell_others(board: FailureBoard, world: World, first: Failure, error: BaseException) -> None:
+def _tell_others(board: FailureBoard, world: World, first: Failure, error: BaseException, look_s: float) -> None:
     """Acknowledge the failure; the rank that serves the store stays until the others have read it."""
     board.acknowledge(world.rank)
     if serves(world):
@@ -188,7 +195,7 @@ def _tell_others(board: FailureBoard, world: World, first: Failure, error: BaseE
         poll(lambda: board.all_know(audience), LINGER_S)
         if first.kind == "lost":
             # A rank that is stuck, not dead, has a watch that looks here from time to time.
-            poll(lambda: board.all_know(world.size), _look_s())
+            poll(lambda: board.all_know(world.size), look_s)
 
 
 @contextmanager
@@ -198,27 +205,29 @@ def log_if_lost(world: World) -> Iterator[None]:
         yield
     except Exception as error:
         if world.size > 1 and is_broken_link(error):
-            _log_lost(_report(world, error), error)
+            _log_lost(_report(world, error), error, _last_meeting)
         raise
 
 
-def _log_lost(mine: Failure, error: BaseException) -> None:
-    global _logged
-    if error is not _logged:
-        stacks.dump(f"{mine.trace}\nrank {mine.rank} on {mine.host} lost the other ranks: {mine.where}")
-        _logged = error
+def _log_lost(mine: Failure, error: BaseException, meeting: Meeting | None) -> None:
+    if meeting is not None:
+        if error is meeting.logged:
+            return
+        meeting.logged = error
+    stacks.dump(f"{mine.trace}\nrank {mine.rank} on {mine.host} lost the other ranks: {mine.where}")
 
 
-def _who_is_gone(world: World, is_silent: bool) -> str:
+def _who_is_gone(world: World, meeting: Meeting | None, *, is_silent: bool) -> str:
     """Return a sentence about the process that served the store."""
-    slept_s = _last_meeting.watch.slept_s if _last_meeting is not None else 0.0
+    slept_s = meeting.watch.slept_s if meeting is not None else 0.0
+    first_host = meeting.host(0) if meeting is not None else None
     if slept_s >= _ASLEEP_S:
         return f"it did not run for {slept_s:.0f} s itself (stopped?), and they have ended meanwhile"
     if is_silent:
-        return who_is_silent(world, _host(0))
+        return who_is_silent(world, first_host)
     if world.launcher_hosts_store:
         return "the launcher is gone"
-    return describe(0, _host(0), None, is_alive=False)
+    return describe(0, first_host, None, is_alive=False)
 
 
 def _audience(world: World, first: Failure, error: BaseException) -> int:
@@ -230,35 +239,31 @@ def _audience(world: World, first: Failure, error: BaseException) -> int:
     return world.size - 1 if first.kind == "lost" else world.size
 
 
-def _look(board: FailureBoard, world: World, mine: Failure) -> Failure:
+def _look(board: FailureBoard, world: World, mine: Failure, meeting: Meeting | None) -> Failure:
     """Give the rank that really failed time to say so; else say who is silent, and where these were last."""
     board.tell_alive(world.rank)
     before = {rank: board.last_seen(rank) for rank in board.silent(world.size)}
-    poll(lambda: board.read() is not None or bool(board.ended()), _look_s())
+    poll(lambda: board.read() is not None or bool(board.ended()), _look_s(meeting))
     ended = board.ended()
     if board.read() is not None:
         return mine
     now = {rank: board.last_seen(rank) for rank in ended or board.silent(world.size)}
     missing = dict.fromkeys(ended, False) or who_is_missing(trail.number, before, now)
-    lines = [describe(rank, _host(rank), now[rank], is_alive) for rank, is_alive in missing.items()]
+    hosts = {rank: None if meeting is None else meeting.host(rank) for rank in missing}
+    lines = [describe(rank, hosts[rank], now[rank], is_alive) for rank, is_alive in missing.items()]
     return replace(mine, lost=";\n".join(lines))
 
 
-def _look_s() -> float:
-    return _last_meeting.look_s if _last_meeting is not None else _LOOK_S
+def _look_s(meeting: Meeting | None) -> float:
+    return meeting.look_s if meeting is not None else _LOOK_S
 
 
-def _host(rank: int) -> str | None:
-    hosts = _last_meeting.hosts if _last_meeting is not None else ()
-    return hosts[rank] if hosts else None
-
-
-def _board(world: World, error: BaseException) -> FailureBoard | None:
+def _board(world: World, error: BaseException, meeting: Meeting | None) -> FailureBoard | None:
     """Return the board of this job; ranks that never met meet now."""
-    if _last_meeting is not None and _last_meeting.world == world:
-        _last_meeting.watch.stop()
-        answer_within(world, _last_meeting.look_s)  # who serves it may be the one that is frozen
-        return FailureBoard(_last_meeting.store)
+    if meeting is not None and meeting.world == world:
+        meeting.watch.stop()
+        answer_within(world, meeting.look_s)  # who serves it may be the one that is frozen
+        return FailureBoard(meeting.store)
     if isinstance(error, NoMeeting):
         return None
     return FailureBoard(meet(world, _LATE_MEETING_S))

@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, RanksDiffer
 from paceline.world.discover.environment import OWN_RUN_ID
 from paceline.world.discover.hostlist import fold
 from paceline.world.launch.heartbeat import Heartbeat, HeartbeatMonitor, beats
@@ -28,6 +28,7 @@ _HOST = "127.0.0.1"
 _LINGER_S = 15.0
 # How long the launcher that serves the store may take to answer another.
 _ANSWER_S = 10.0
+_ALIKE = "give each machine its own --node-rank, and the same --nnodes, --max-restarts and --on-failure to all"
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,6 @@ class NodesMissing(PacelineError):
         return fold(self.present) or "none"
 
 
-class AgentsDisagree(PacelineError):
-    """Two launchers of one job were not started alike."""
-
-    what: str
-    sentence = "{what}"
-    hint = "give each machine its own --node-rank, and the same --nnodes, --max-restarts and --on-failure to all"
-
-
 class AgentRendezvous(RendezvousHandler):
     """The rendezvous of torch's elastic agents, over one store that lives as long as the job.
 
@@ -135,9 +128,10 @@ class AgentRendezvous(RendezvousHandler):
         self._agents = PrefixStore("agents", self.store)
         first = self._agents.compare_set("on failure", "", on_failure).decode()
         if first != on_failure:
-            raise AgentsDisagree(
+            raise RanksDiffer(
                 f"node {node.rank} on {self.mine.host} was started with --on-failure {on_failure}, another one with "
-                f"{first}"
+                f"{first}",
+                hint=_ALIKE,
             )
 
     @property
@@ -177,7 +171,9 @@ class AgentRendezvous(RendezvousHandler):
         first = self._agents.compare_set(self._key(round_number, self.node.rank), "", text).decode()
         if first != text:
             other = Agent(**json.loads(first)).host
-            raise AgentsDisagree(f"two launchers say --node-rank {self.node.rank}: on {other} and {self.mine.host}")
+            raise RanksDiffer(
+                f"two launchers say --node-rank {self.node.rank}: on {other} and {self.mine.host}", hint=_ALIKE
+            )
 
     def _wait_for_agents(self, round_number: int) -> list[Agent]:
         keys = [self._key(round_number, rank) for rank in range(self.node.count)]
@@ -193,10 +189,11 @@ class AgentRendezvous(RendezvousHandler):
     def _check_alike(self, agents: Sequence[Agent]) -> None:
         for rank, agent in enumerate(agents):
             if (agent.nodes, agent.max_restarts) != (self.mine.nodes, self.mine.max_restarts):
-                raise AgentsDisagree(
+                raise RanksDiffer(
                     f"node {rank} on {agent.host} was started with --nnodes {agent.nodes} --max-restarts "
                     f"{agent.max_restarts}, node {self.node.rank} on {self.mine.host} with --nnodes "
-                    f"{self.mine.nodes} --max-restarts {self.mine.max_restarts}"
+                    f"{self.mine.nodes} --max-restarts {self.mine.max_restarts}",
+                    hint=_ALIKE,
                 )
 
     def num_nodes_waiting(self) -> int:

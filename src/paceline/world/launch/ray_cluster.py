@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import Failed, NotFound, first_line
 from paceline.world.launch.schedulers.job import join
 from paceline.world.parent_process import bound
 from paceline.world.rendezvous.secret import VARIABLE, new_secret
@@ -53,25 +53,6 @@ class RayJob:
         return [*launch, *(place if self.nodes > 1 else []), *self.options, "--", *self.command]
 
 
-class RayHasNoRoom(PacelineError):
-    """A cluster that cannot give the job its machines."""
-
-    wanted: str
-    has: str
-    waited_s: float
-    sentence = "the Ray cluster gave no room for {wanted} in {waited_s:g} s; it has {has}"
-    hint = "ask for fewer with `--nnodes`, `--nproc-per-node` or `--cpus-per-rank`, or wait longer: `--start-timeout-s`"
-
-
-class RayUnreached(PacelineError):
-    """No Ray cluster at the address."""
-
-    address: str
-    why: str
-    sentence = "no Ray cluster was reached at {address}: {why}"
-    hint = "start one (`ray start --head`), or leave out `--ray-address` and RAY_ADDRESS to start one here"
-
-
 def launch_on_ray(job: RayJob, write: Callable[[str], Any] = sys.stdout.write) -> int:
     """Run the job on a Ray cluster; return its exit code. What its ranks print is printed here, line by line."""
     import ray
@@ -82,8 +63,12 @@ def launch_on_ray(job: RayJob, write: Callable[[str], Any] = sys.stdout.write) -
     try:
         group = placement_group([job.bundle] * job.nodes, strategy="STRICT_SPREAD" if job.nodes > 1 else "PACK")
         if not group.wait(job.start_timeout_s):
-            wanted = f"{job.nodes} x {_resources(job.bundle)}"
-            raise RayHasNoRoom(wanted, _resources(ray.cluster_resources()), job.start_timeout_s)
+            raise Failed(
+                f"the Ray cluster gave no room for {job.nodes} x {_resources(job.bundle)} "
+                f"in {job.start_timeout_s:g} s; it has {_resources(ray.cluster_resources())}",
+                hint="ask for fewer with `--nnodes`, `--nproc-per-node` or `--cpus-per-rank`, or wait longer: "
+                "`--start-timeout-s`",
+            )
         machines = [_machine(ray, group, number, job) for number in range(job.nodes)]
         return _run(ray, job, machines, write)
     finally:
@@ -109,7 +94,10 @@ def _connect(ray: Any, job: RayJob) -> bool:
         except ConnectionError:
             ray.init(include_dashboard=False, **quiet)
     except Exception as error:  # ConnectionError, ValueError, RuntimeError and errors of its own
-        raise RayUnreached(address or "this machine", first_line(error)) from None
+        raise NotFound(
+            f"no Ray cluster was reached at {address or 'this machine'}: {first_line(error)}",
+            hint="start one (`ray start --head`), or leave out `--ray-address` and RAY_ADDRESS to start one here",
+        ) from None
     return True
 
 

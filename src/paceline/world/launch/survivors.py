@@ -32,11 +32,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.distributed import DistError
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict
 from paceline.world.discover.environment import OWN_RUN_ID
 from paceline.world.failure.board import EXIT_INTERRUPT, EXIT_STOPPED
 from paceline.world.launch.agents import AgentRendezvous, Node, NodesMissing
-from paceline.world.launch.coordinator import LEAVE_S, Coordinator, Survival
+from paceline.world.launch.coordinator import Coordinator
+from paceline.world.launch.decisions import LEAVE_S, Survival
 from paceline.world.launch.heartbeat import Heartbeat
 from paceline.world.launch.launcher import ALONE, LauncherGone, count_procs, ranks_environment
 from paceline.world.parent_process import bound
@@ -53,15 +54,6 @@ _ORDERS_S = 0.1
 _SAVING_S = 5.0
 # A launcher that has not looked for so long was stopped (Ctrl-Z), and could not hear anybody.
 _ASLEEP_S = 1.0
-
-
-class NodeRefused(PacelineError):
-    """A machine that cannot join the job."""
-
-    node: Node
-    why: str
-    sentence = "node {node.rank} cannot join the job at {node.meeting}: {why}"
-    hint = "give each machine a --node-rank of its own, below the larger number of --nnodes"
 
 
 class Process(Protocol):
@@ -287,14 +279,14 @@ def _watch_over(agent: NodeAgent, coordinator: Coordinator | None, signals: _Sig
     while True:
         agent.poll()
         if agent.refusal:
-            raise NodeRefused(node, agent.refusal)
+            raise Conflict(
+                f"node {node.rank} cannot join the job at {node.meeting}: {agent.refusal}",
+                hint="give each machine a --node-rank of its own, below the larger number of --nnodes",
+            )
         code = agent.ended_with
         was_asleep, looked = time.monotonic() - looked > _ASLEEP_S, time.monotonic()
         if coordinator is not None:
-            if was_asleep:
-                coordinator.listen_anew()
-            coordinator.is_stopping = coordinator.is_stopping or signals.are_told_to_leave
-            code = coordinator.poll()
+            code = coordinator.poll(is_asked_to_stop=signals.are_told_to_leave, was_asleep=was_asleep)
             missing = coordinator.missing()
             if missing and (time.monotonic() - began > node.timeout_s or signals.are_told_to_leave):
                 raise NodesMissing(node, missing, coordinator.hosts())

@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, InvalidSetting, PacelineError
 
 VARIABLE = "PACELINE_SECRET"
 _LEAST_LENGTH = 16
 _NUM_BYTES = 32
+_EXPORT = "export PACELINE_SECRET=$(openssl rand -hex 32)"
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,6 @@ class Secret:
         return f"Secret from {self.source}"
 
 
-class SecretTooShort(PacelineError):
-    """A secret that can be guessed."""
-
-    sentence = "PACELINE_SECRET has less than 16 characters, and can be guessed"
-    hint = "type `export PACELINE_SECRET=$(openssl rand -hex 32)` once, and give the same value to all ranks"
-
-
 class SecretUnsafe(PacelineError):
     """The file with the secret is not the user's alone."""
 
@@ -44,15 +38,6 @@ class SecretUnsafe(PacelineError):
     hint_text: str
     sentence = "{path}: {why}, so it protects nothing"
     hint = "{hint_text}"
-
-
-class SecretUnwritable(PacelineError):
-    """There is no folder for the file with the secret."""
-
-    path: Path
-    cause: str
-    sentence = "the secret by which the ranks of a job know each other cannot be kept in {path}: {cause}"
-    hint = "export the same PACELINE_SECRET for all ranks: `export PACELINE_SECRET=$(openssl rand -hex 32)`"
 
 
 def new_secret() -> str:
@@ -69,14 +54,17 @@ def find_secret(env: Mapping[str, str], is_one_machine: bool) -> Secret:
     text = env.get(VARIABLE)
     if text:
         if len(text) < _LEAST_LENGTH:
-            raise SecretTooShort
+            raise InvalidSetting(
+                f"PACELINE_SECRET has less than {_LEAST_LENGTH} characters, and can be guessed",
+                hint=f"type `{_EXPORT}` once, and give the same value to all ranks",
+            )
         return Secret(text.encode(), VARIABLE)
     path = secret_path(env)
     try:
         return Secret(_read_or_make(path), str(path))
     except OSError as error:
         if not is_one_machine:
-            raise SecretUnwritable(path, error.strerror or str(error)) from None
+            raise _unwritable(path, error) from None
     folder = Path(tempfile.gettempdir()) / f"paceline-{os.geteuid()}"
     try:
         with suppress(FileExistsError):
@@ -84,7 +72,7 @@ def find_secret(env: Mapping[str, str], is_one_machine: bool) -> Secret:
         _check_private(folder, os.lstat(folder), is_kind=stat.S_ISDIR)
         return Secret(_read_or_make(folder / "secret"), str(folder / "secret"))
     except OSError as error:
-        raise SecretUnwritable(folder, error.strerror or str(error)) from None
+        raise _unwritable(folder, error) from None
 
 
 def secret_path(env: Mapping[str, str]) -> Path:
@@ -137,6 +125,13 @@ def _check_private(path: Path, status: os.stat_result, is_kind: Callable[[int], 
     if status.st_mode & 0o077:
         why = f"other users may read or write it (mode {stat.S_IMODE(status.st_mode):o})"
         raise SecretUnsafe(path, why, _mend(path))
+
+
+def _unwritable(path: Path, error: OSError) -> Failed:
+    return Failed(
+        f"the secret that the ranks of a job share cannot be stored in {path}: {error.strerror or error}",
+        hint=f"export the same PACELINE_SECRET for all ranks: `{_EXPORT}`",
+    )
 
 
 def _mend(path: Path) -> str:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.world.launch.schedulers.grid_engine import SlotsOnSeveralHosts, choose_environment
+from paceline.core.errors import Conflict
+from paceline.world.launch.schedulers.grid_engine import choose_environment
 from tests.world.launch.schedulers.test_script import SMALLEST
 
 RULES = {"mpi": "$round_robin", "orte": "$fill_up", "many": "$pe_slots", "smp": "$pe_slots", "eight": "8"}
@@ -24,11 +25,9 @@ def test_one_machine_of_grid_engine_is_one_host() -> None:
     assert choose_environment(None, RULES, two) == "mpi"
     assert choose_environment("orte", RULES, two) == "orte"
     assert choose_environment("mpi", RULES, SMALLEST) == "mpi"
-    with pytest.raises(
-        SlotsOnSeveralHosts, match=r"mpi \(allocation rule \$round_robin\) does not promise 8 slots"
-    ) as e:
+    with pytest.raises(Conflict, match=r"mpi \(allocation rule \$round_robin\) does not promise 8 slots") as e:
         choose_environment("mpi", RULES, one)
     assert e.value.hint == "type `--parallel-environment smp`"
-    with pytest.raises(SlotsOnSeveralHosts, match="no parallel environment here promises 8 slots") as e:
+    with pytest.raises(Conflict, match="no parallel environment here promises 8 slots") as e:
         choose_environment(None, {"mpi": "$fill_up"}, one)
-    assert "there are: mpi ($fill_up)" in e.value.hint
+    assert "available: mpi ($fill_up)" in e.value.hint

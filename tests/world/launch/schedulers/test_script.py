@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import Conflict
 from paceline.world.launch.schedulers.job import BatchJob, NotForScript, seconds
 from paceline.world.launch.schedulers.script import (
     GRID_ENGINE,
@@ -19,7 +20,6 @@ from paceline.world.launch.schedulers.script import (
     SCHEDULERS,
     SLURM,
     USUAL_SITE,
-    GpusPerSlot,
     Scheduler,
     Site,
     batch_script,
@@ -264,7 +264,7 @@ def test_grid_engine_counts_per_slot() -> None:
     assert "-pe mpi 192\n" in cores
     assert "mem_free=1366M\n" in cores
     assert "mpirun -np 32 --map-by slot:PE=6 " in cores
-    with pytest.raises(GpusPerSlot, match="8 GPUs for 48 slots"):
+    with pytest.raises(Conflict, match="8 GPUs for 48 slots"):
         sge_script(JOB)
 
 

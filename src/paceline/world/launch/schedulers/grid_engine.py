@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict
 from paceline.world.launch.schedulers.job import BatchJob
 
 ONE_HOST = "$pe_slots"
 """Allocation rule of a parallel environment that gives all slots on one host."""
 _OFTEN_ONE_HOST = ("smp", "threaded", "threads", "openmp", "shm")
 _OFTEN_SEVERAL = "mpi"
-
-
-class SlotsOnSeveralHosts(PacelineError):
-    """One machine is asked for, and Grid Engine would give slots wherever some are free."""
-
-    slots: int
-    environment: str | None
-    """As typed."""
-    rules: Mapping[str, str]
-    """Allocation rule of each parallel environment."""
-    sentence = "{subject} {slots} slots on one machine (`--nodes 1`)"
-    hint = "{advice}"
-
-    @property
-    def subject(self) -> str:
-        if self.environment is None:
-            return "no parallel environment here promises"
-        rule = self.rules[self.environment]
-        return f"parallel environment {self.environment} (allocation rule {rule}) does not promise"
-
-    @property
-    def advice(self) -> str:
-        fitting = environments_of_one_host(self.rules, self.slots)
-        if fitting:
-            return f"type `--parallel-environment {fitting[0]}`"
-        known = ", ".join(f"{name} ({rule})" for name, rule in self.rules.items()) or "none"
-        return f"one with the allocation rule `{ONE_HOST}` does (`man sge_pe`); there are: {known}"
 
 
 def environments_of_one_host(rules: Mapping[str, str], slots: int) -> list[str]:
@@ -63,5 +36,20 @@ def choose_environment(typed: str | None, rules: Mapping[str, str] | None, job: 
     if typed is None and fitting:
         return fitting[0]
     if typed is None or typed not in fitting:
-        raise SlotsOnSeveralHosts(slots, typed, rules)
+        raise Conflict(
+            f"{_promise(typed, rules)} {slots} slots on one machine (`--nodes 1`)", hint=_advice(fitting, rules)
+        )
     return typed
+
+
+def _promise(typed: str | None, rules: Mapping[str, str]) -> str:
+    if typed is None:
+        return "no parallel environment here promises"
+    return f"parallel environment {typed} (allocation rule {rules[typed]}) does not promise"
+
+
+def _advice(fitting: Sequence[str], rules: Mapping[str, str]) -> str:
+    if fitting:
+        return f"type `--parallel-environment {fitting[0]}`"
+    names = ", ".join(f"{name} ({rule})" for name, rule in rules.items()) or "none"
+    return f"one with the allocation rule `{ONE_HOST}` does (`man sge_pe`); available: {names}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, PacelineError
 
 NAME = r"[A-Za-z0-9_@*][A-Za-z0-9_.@,:/+*|!()&=~-]*"
 """Names of queues, accounts and such: what schedulers use, and nothing that begins an option, a comment or a string."""
@@ -51,22 +51,6 @@ class BatchJob:
     @property
     def ranks(self) -> int:
         return self.nodes * self.procs_per_node
-
-
-class NotADuration(PacelineError):
-    """A time that schedulers read in different ways, or not at all."""
-
-    text: str
-    sentence = "{text!r} is not a time"
-    hint = "type `90m`, `12h`, `2d`, `12:00:00` (hours first) or `1-12:00:00` (a day and 12 hours)"
-
-
-class NotASize(PacelineError):
-    """An amount of memory without a unit, or no amount."""
-
-    text: str
-    sentence = "{text!r} is not an amount of memory"
-    hint = "type it with its unit: `800M`, `64G` or `1T`"
 
 
 class NotForScript(PacelineError):
@@ -122,9 +106,12 @@ def seconds(text: str) -> int:
         hours, minutes, rest = map(int, match.groups())
         total = (hours * 60 + minutes) * 60 + rest
     else:
-        raise NotADuration(text)
+        total = 0
     if total == 0:
-        raise NotADuration(text)
+        raise InvalidSetting(
+            f"{text!r} is not a time",
+            hint="type `90m`, `12h`, `2d`, `12:00:00` (hours first) or `1-12:00:00` (a day and 12 hours)",
+        )
     return total
 
 
@@ -132,5 +119,7 @@ def mebibytes(text: str) -> int:
     """Return the MiB of `800M`, `64G` or `1T`."""
     match = re.fullmatch(r"([1-9]\d*)([MGT])(?:i?B)?", text)
     if match is None:
-        raise NotASize(text)
+        raise InvalidSetting(
+            f"{text!r} is not an amount of memory", hint="type it with its unit: `800M`, `64G` or `1T`"
+        )
     return int(match[1]) * _UNITS_MIB[match[2]]

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import yaml
 
-from paceline.core.errors import PacelineError
 from paceline.world.launch.schedulers.job import BatchJob, join
 from paceline.world.rendezvous.secret import VARIABLE
 from paceline.world.rendezvous.server import LISTEN
@@ -40,15 +39,6 @@ class Pods:
     stopped_code: int = 0
     """Exit code of pods whose run was told to stop, and has saved. Kubernetes takes 0 for done, and a pod that is done
     is not started again."""
-
-
-class NotAPodName(PacelineError):
-    """A name that Kubernetes does not take."""
-
-    what: str
-    text: str
-    sentence = "{what} {text!r}: Kubernetes takes small letters, digits and dashes"
-    hint = "choose another"
 
 
 def object_name(text: str) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict
+from paceline.core.units import counted
 from paceline.world.launch.schedulers.job import NAME, BatchJob, NotForScript, job_name, join, quote
 from paceline.world.rendezvous.secret import VARIABLE
 
@@ -191,15 +192,6 @@ PBS = Scheduler(
 SCHEDULERS: Mapping[str, Scheduler] = {"slurm": SLURM, "sge": GRID_ENGINE, "lsf": LSF, "pbs": PBS}
 
 
-class GpusPerSlot(PacelineError):
-    """GPUs cannot be shared out evenly to the slots of a machine."""
-
-    gpus: int
-    slots: int
-    sentence = "{gpus:#GPU} for {slots:#slot} on each machine: Grid Engine counts GPUs per slot"
-    hint = "ask for as many ranks as GPUs and no --cpus-per-rank, or leave GPUs to --directives, in your site's words"
-
-
 def batch_script(scheduler: Scheduler, job: BatchJob, path: Path, site: Site = USUAL_SITE) -> str:
     """Return the batch script of a job; `path` is where it is kept, from where PBS queues it again."""
     starter = site.starter or scheduler.starters[0]
@@ -224,7 +216,12 @@ def _values(scheduler: Scheduler, job: BatchJob, site: Site, starter: str, path:
     """Return the values of the templates: fields of the job and the site, and what follows from them."""
     slots = job.procs_per_node * (job.cpus_per_rank or 1)
     if scheduler.counts_per_slot and job.gpus_per_node % slots:
-        raise GpusPerSlot(job.gpus_per_node, slots)
+        raise Conflict(
+            f"{counted(job.gpus_per_node, 'GPU')} for {counted(slots, 'slot')} on each machine: "
+            "Grid Engine counts GPUs per slot",
+            hint="request as many ranks as GPUs and no --cpus-per-rank, or pass the options for GPUs of your site with "
+            "--directives",
+        )
     _check_names({scheduler.queue_option: job.queue, "--account": job.account})
     _check_names({f"--{name.replace('_', '-')}": text for name, text in vars(site).items()})
     mpi_words = f"error: --nodes 1, but parallel environment {site.parallel_environment} gave slots on several hosts:"
