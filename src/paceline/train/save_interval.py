@@ -3,16 +3,56 @@
 The first checkpoint of a launch warms up what the second one needs; the second, `MEASURING_SAVES` steps later, says
 what one costs, and the steps between the two how long a step takes. The choice is part of the position, so that every
 checkpoint after it has it, and a resumed run saves at the same steps.
+
+Failures come at random, at a constant rate 1/M (M: mean time between those of the whole job). The expected time of
+`tau` of work, with a checkpoint of cost `C` after it, is shortest where (1 - tau/M) exp(tau/M) = exp(-C/M) (Daly 2006).
+For C much smaller than M that is Young's sqrt(2 C M).
 """
 
 from __future__ import annotations
 
+import math
+
 from paceline.config.settings import TrainConfig
-from paceline.core.failure_rate import parse_failures
+from paceline.core.failure_rate import FailureRate, parse_failures
 from paceline.core.units import counted, duration
-from paceline.lab.predict.goodput import DAY_S, auto_steps
 from paceline.train.position import Position
 from paceline.world.link import Link
+
+DAY_S = 86_400.0
+
+
+def best_interval_s(save_s: float, failure_every_s: float) -> float:
+    """Return the work between checkpoints that makes the expected time shortest: Daly's optimum, solved exactly."""
+    if save_s <= 0:
+        return 0.0
+    ratio = save_s / failure_every_s
+    if ratio < 1e-6:  # too small for the difference to 1 below: Daly's series
+        root = math.sqrt(ratio / 2)
+        return young_interval_s(save_s, failure_every_s) * (1 + root / 3 + root * root / 9) - save_s
+    target = math.exp(-ratio)  # (1 - u) exp(u) falls from 1 at 0 to 0 at 1
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        if (1 - middle) * math.exp(middle) > target:
+            low = middle
+        else:
+            high = middle
+    return high * failure_every_s
+
+
+def young_interval_s(save_s: float, failure_every_s: float) -> float:
+    """Return Young's first-order optimum, sqrt(2 C M)."""
+    return math.sqrt(2 * save_s * failure_every_s)
+
+
+def auto_steps(failures: FailureRate, nodes: int, *, step_s: float, save_s: float, write_s: float = 0.0) -> int:
+    """Return the steps between checkpoints of `save_every_steps: auto`, from one that was measured.
+
+    Not more often than one can be written (`write_s`): the next would wait for it.
+    """
+    best_s = best_interval_s(save_s, DAY_S / failures.on(nodes).rate)
+    return max(1, math.ceil(max(best_s, write_s) / max(step_s, 1e-6)))
 
 
 class SaveInterval:
