@@ -16,7 +16,7 @@ EXTRAS = {
     "fsspec": "cloud",
     "cloudpickle": "notebook",
     "ray": "ray",
-    "optuna": "sweep",
+    **dict.fromkeys(("optuna", "scipy"), "lab"),
 }
 """Package that a part of Paceline imports -> our extra that installs it."""
 
