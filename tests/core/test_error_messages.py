@@ -38,7 +38,6 @@ UNSAMPLED = {
         "BadText",
         "CallInvalid",
         "CutUnknown",
-        "DefaultFails",
         "DuplicateRank",
         "FirstRankUnreached",
         "GatheredShapes",
