@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from paceline.cli.completion import options_of
-from paceline.cli.main import COMMANDS
+from paceline.cli.main import command_table
 from paceline.config.aliases import SHORT, aliases_of
 from paceline.config.command_line import dashed
 from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
@@ -57,9 +57,9 @@ SHARED = {
 def page() -> str:
     """The whole page."""
     blocks = [f"{text(HEAD)}{_aliases()}\n"]
-    for command in COMMANDS:
+    for command, about in command_table():
         model, positional = options_of(command)
-        what = text(COMMANDS[command])
+        what = text(about)
         blocks.append(f"## paceline {command}\n\n{what[:1].upper()}{what[1:]}{text('.')}\n")
         if command in SHARED:
             blocks.append(f"{text(SHARED[command])}\n")

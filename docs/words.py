@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 import paceline
 from paceline.cli.completion import options_of
-from paceline.cli.main import COMMANDS
+from paceline.cli.main import command_names, command_table
 from paceline.config import help as help_texts
 from paceline.config import messages
 from paceline.config.sections import docs
@@ -50,7 +50,7 @@ def texts() -> Texts:
     import_all()
     said, of_report = _literals()
     return {
-        "commands": [*COMMANDS.values(), *ACTIONS.values()],
+        "commands": [*(about for _, about in command_table()), *ACTIONS.values()],
         "options": _unique([help_texts.CONFIG_OPTION.about, *_options()]),
         "sections": _unique(_sections()),
         "errors": _unique(_errors()),
@@ -107,7 +107,7 @@ def _options() -> Iterator[str]:
 
 
 def _sections() -> Iterator[str]:
-    commands = [options_of(name)[0] for name in COMMANDS]  # made at run time, with a sentence of their own
+    commands = [options_of(name)[0] for name in command_names()]  # made at run time, with a sentence of their own
     for model in [*_models(), *commands]:
         text = inspect.cleandoc(model.__doc__ or "")
         if text:

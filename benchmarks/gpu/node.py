@@ -50,7 +50,7 @@ from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.graphs import CudaRecorder
 from paceline.train import setup
-from paceline.train.engine import Engine
+from paceline.train.stepper import Stepper
 from paceline.train.task import accelerate, recordable_of
 from paceline.world.discover.environment import World, discover
 from paceline.world.link import Link
@@ -226,21 +226,21 @@ def ours(load: Load, link: Link, name: str | None) -> Ours:
     config = TrainConfig(
         global_batch=load.size * world.size, grains=world.size, optimizer="adamw", lr=1e-3, steps=10_000
     )
-    model, engine = task.model(), Engine(config, link=link)
-    engine.settle(precision.resolve_candidate(way, config.precision, precision.capabilities(load.device)))
+    model, stepper = task.model(), Stepper(config, link)
+    stepper.settle(precision.resolve_candidate(way, config.precision, precision.capabilities(load.device)))
     if way.kernels:
         accelerate(task, model)
-    setup.prepare(engine, task, config, model)
+    setup.prepare(stepper, task, config, model)
     loss, grain = partial(task.loss, model), Grain(load.batch, world.rank, np.arange(load.size))
     if way.graphs:
-        recorded = engine.record(CudaRecorder(load.device), recordable_of(task))
+        recorded = stepper.record(CudaRecorder(load.device), recordable_of(task))
         if not recorded.warm(loss, grain):
             raise SystemExit(f"no CUDA graph: {next(iter(recorded.graphs.failures.values()))}")
     everyone = load.size * world.size
     batch = Batch(0, 0, world.size, everyone, everyone, [grain], own_count=load.size)
-    strategy = engine.prepared.strategy
+    strategy = stepper.prepared.strategy
     buckets = _bucket_bytes(strategy) if isinstance(strategy, Summed) else []
-    return Ours(lambda: engine.step(loss, batch), way.name, tuple(buckets))
+    return Ours(lambda: stepper.step(loss, batch), way.name, tuple(buckets))
 
 
 def _way(name: str) -> Candidate:

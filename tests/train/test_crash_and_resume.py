@@ -30,10 +30,10 @@ class WatchedTask(RaggedTask):
     def __init__(self, link: Link, log: Path, die_at: tuple[int, int] | None) -> None:
         self._file = (log / f"consumed-{os.getpid()}").open("a")
         self._die_at = die_at
-        self.engine: Any = None
+        self.stepper: Any = None
 
     def loss(self, model: torch.nn.Module, grain: Grain) -> Any:
-        step = self.engine.num_steps
+        step = self.stepper.num_steps
         if self._die_at is not None and (step, grain.number) >= self._die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         self._file.write(json.dumps([step, grain.number, grain.samples.tolist()]) + "\n")

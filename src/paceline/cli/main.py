@@ -176,7 +176,7 @@ def _mistake(error: PacelineError) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<12}{said(what)}" for name, what in [*COMMANDS.items(), *_plugin_commands()]]
+    lines = [f"  {name:<12}{said(what)}" for name, what in command_table()]
     more = [
         said("`paceline COMMAND --help` lists a command's options"),
         said("`--no-plugins` leaves out what other packages add"),
@@ -184,10 +184,11 @@ def _help() -> str:
     return "\n".join([said("usage: paceline COMMAND [OPTIONS]"), "", *lines, "", *more, ""])
 
 
-def _plugin_commands() -> Iterator[tuple[str, str]]:
-    """Yield the name and description of each command that a plugin registers."""
+def command_table() -> Iterator[tuple[str, str]]:
+    """Yield the name and description of each command: the core's, then those of plugins."""
     from paceline.core import plugins
 
+    yield from COMMANDS.items()
     for plugin in plugins.installed().of("commands"):
         try:
             yield plugin.name, plugins.load_command(plugin).about
