@@ -66,8 +66,11 @@ with warnings.catch_warnings():
         """Print JSON instead of a table."""
 
 
+OPTIONS, POSITIONAL = PredictOptions, ("source",)
+
+
 def run(argv: Sequence[str]) -> int:
-    options = load(PredictOptions, argv, prog="paceline predict", positional=("source",))
+    options = load(PredictOptions, argv, prog="paceline predict", positional=POSITIONAL)
     values = {name: getattr(options, name) for name in PredictOptions.model_fields if name not in ("source", "json")}
     result = api.predict(options.source, **values)
     if options.json:
