@@ -66,9 +66,9 @@ Watcher = Callback
 def checked(callbacks: Iterable[Any]) -> list[Callback]:
     """Return the callbacks, if that is what they are."""
     if not isinstance(callbacks, Iterable):
-        what = "None" if callbacks is None else f"of the type {type(callbacks).__name__}"
+        what = "None" if callbacks is None else f"an object of {type(callbacks).__name__}"
         raise WrongType(
-            f"`callbacks` is {what}, not a list of callbacks", hint="write them as a list: `[]`, or `[MyCallback()]`"
+            f"callbacks must be given as a list, not as {what}", hint="write them as a list: `[]`, or `[MyCallback()]`"
         )
     callbacks = list(callbacks)
     for callback in callbacks:
