@@ -44,7 +44,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.lab.predict.calibration import calibrate
-from paceline.lab.predict.links import parse_link
+from paceline.lab.predict.communication import parse_link
 from paceline.lab.predict.prediction import predict
 
 RANKS, CALIBRATED = (1, 2, 4, 8), 2

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 import numpy as np
 from table import machine, parser
 
-from paceline.lab.predict.calibration import Calibration, Manner, MeasuredRun, StepSamples
-from paceline.lab.predict.links import LinkSpeed
+from paceline.lab.predict.calibration import Calibration, MeasuredRun, Reduction
+from paceline.lab.predict.communication import LinkSpeed
 from paceline.lab.predict.prediction import predict
 from paceline.observe.records import Profile
 
-NUM_STEPS, SPREAD, BACKWARD = 64, 0.01, 2 / 3
+NUM_STEPS, SPREAD = 64, 0.01
 BUCKET = 25 << 20
 A100, V100 = LinkSpeed(230e9, 5e-6), LinkSpeed(120e9, 5e-6)
 QUARTZNET, JASPER = 18_924_000, 332_630_000
-MANNER = Manner(sums="fast")
+REDUCTION = Reduction(sums="fast")
 
 
 @dataclass(frozen=True)
@@ -106,27 +106,13 @@ def calibration(node: Node, known: tuple[int, ...], gpus: int) -> Calibration:
     num_buckets = -(-4 * node.weights // BUCKET)
     return Calibration(
         runs=[_run(node, number, grains, grain_s, noise) for number in known],
-        device="cuda",
         grain_s=0.0,
         cost_s=grain_s / node.batch,
         ratios=noise,
-        hosts=np.ones(1),
-        backward_share=BACKWARD,
-        bucket_ready=[(number + 1) / num_buckets for number in range(num_buckets)],
-        slow_down=None,
-        data_s=0.0,
-        rest_s=0.0,
-        update_s=0.0,
-        grains=grains,
+        profile=Profile(device="cuda", buckets=[4 * node.weights // num_buckets] * num_buckets, weights=node.weights),
         has_asked_grains=True,
         global_batch=batch,
-        total_steps=None,
-        num_steps=1,  # only a replay buffer needs them
-        profile=Profile(device="cuda", buckets=[4 * node.weights // num_buckets] * num_buckets, weights=node.weights),
         link=node.link,
-        core_wait=0.0,
-        save_s=None,
-        recovery_s=None,
     )
 
 
@@ -135,19 +121,21 @@ def _run(
 ) -> MeasuredRun:
     """Return a row as a run of steps of `grains`: what a published step took beyond computing went to the others."""
     beyond_s = node.step_s(gpus) - grain_s * (node.global_batch or node.batch * gpus) / node.batch / gpus
-    compute_s = grain_s * grains / gpus
-    zeros = np.zeros(NUM_STEPS)
-    samples = StepSamples(
-        work=np.full(NUM_STEPS, node.batch * grains / gpus),
-        num_grains=np.full(NUM_STEPS, grains / gpus),
+    zeros = np.zeros((gpus, NUM_STEPS))
+    return MeasuredRun(
+        node.name,
+        gpus,
+        1,
+        grains,
+        REDUCTION,
+        [[float(node.batch)] * grains] * NUM_STEPS,
         data_s=zeros,
-        compute_s=compute_s * noise,
-        communication_s=np.full(NUM_STEPS, max(0.0, beyond_s)),
+        compute_s=zeros + grain_s * grains / gpus * noise,
+        communication_s=zeros + max(0.0, beyond_s),
         update_s=zeros,
         other_s=zeros,
+        meeting_s=0.0,
     )
-    costs = [[float(node.batch)] * grains] * NUM_STEPS
-    return MeasuredRun(node.name, gpus, 1, grains, MANNER, [samples] * gpus, costs, None, 0.0)
 
 
 def lines(node: Node) -> Iterator[Line]:

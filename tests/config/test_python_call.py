@@ -99,8 +99,16 @@ def step_with_samples_of_elsewhere(engine: paceline.Engine) -> None:
             "Hidden",
         ),
         (lambda: paceline.fit(Small(), Hidden(epochs=1), lr=0.1), "`config` and also `lr`", "leave it out"),
-        (lambda: paceline.fit(Small(), epochs=1, watchers=paceline.Callback()), "watchers are of the type", "a list"),
-        (lambda: paceline.fit(Small(), epochs=1, watchers=None), "watchers are None", "a list"),
+        (
+            lambda: paceline.fit(Small(), epochs=1, watchers=paceline.Callback()),
+            "callbacks must be given as a list, not as an object of",
+            "a list",
+        ),
+        (
+            lambda: paceline.fit(Small(), epochs=1, watchers=None),
+            "callbacks must be given as a list, not as None",
+            "a list",
+        ),
         (
             lambda: paceline.fit(Small(), epochs=1, watchers=[paceline.Callback]),
             "the class Callback is no",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 import paceline
-from paceline.observe.callback import Callback, NotAWatcher, checked
+from paceline.core.errors import WrongType
+from paceline.observe.callback import Callback, checked
 
 
 def test_what_is_no_callback_is_refused() -> None:
     callback = Callback()
     assert checked([callback]) == [callback]
-    with pytest.raises(NotAWatcher, match="function is no watcher"):
+    with pytest.raises(WrongType, match="an object of function is not a `paceline.Callback`"):
         checked([lambda step: None])
-    with pytest.raises(NotAWatcher, match="the class Callback is no watcher") as refused:
+    with pytest.raises(WrongType, match="the class Callback is not a `paceline.Callback`") as refused:
         checked([Callback])
     assert "paceline.Callback" in refused.value.hint
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from paceline.core.errors import Failed, NotInstalled
 from paceline.observe import forgiving as forgiving_module
 from paceline.observe import loggers
 from paceline.observe.callback import Callback, RunInfo
-from paceline.observe.forgiving import FIRST_PAUSE_S, Forgiving, LoggerFailed
-from paceline.observe.loggers import LoggerNotInstalled
+from paceline.observe.forgiving import FIRST_PAUSE_S, Forgiving
 
 READER = """
 import json, sys
@@ -172,7 +172,7 @@ def test_a_run_that_starts_over_is_another_run(tmp_path: Path, monkeypatch: pyte
 def test_a_missing_package_is_an_error_only_if_it_was_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None)
     assert loggers.build([name], is_asked=False) == ([], [name])
-    with pytest.raises(LoggerNotInstalled, match=f"the package {name} is not installed") as caught:
+    with pytest.raises(NotInstalled, match=f"the package {name} is not installed") as caught:
         loggers.build([name], is_asked=True)
     assert f"pip install {name}" in caught.value.hint
 
@@ -239,7 +239,7 @@ def test_a_logger_that_does_not_start_ends_a_new_run_and_no_other() -> None:
     logger, said = Sulks(), []  # type: ignore[var-annotated]
     logger.is_down = True
     forgiving = Forgiving(logger, "wandb", said.append, loggers.advice("wandb"))
-    with pytest.raises(LoggerFailed, match="wandb did not start: ConnectionError: the server is gone") as caught:
+    with pytest.raises(Failed, match="wandb did not start: ConnectionError: the server is gone") as caught:
         forgiving.start(info(None))
     assert caught.value.hint.endswith("WANDB_MODE=offline, or take wandb out of `loggers`")
     resumed = Forgiving(logger, "wandb", said.append)

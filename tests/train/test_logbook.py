@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.core.errors import NotInstalled
 from paceline.observe import loggers
 from paceline.observe.callback import Record, RunInfo, Watcher
 from paceline.observe.clock import PHASES
 from paceline.observe.journal import read
-from paceline.observe.loggers import LoggerNotInstalled
 from paceline.train.logbook import notes
 from paceline.train.loop import train
 from paceline.train.run import open_run
@@ -127,7 +127,7 @@ def test_the_default_logger_may_be_missing_but_not_one_that_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loggers, "_is_installed", lambda package: False)
-    with pytest.raises(LoggerNotInstalled):
+    with pytest.raises(NotInstalled):
         opened(SmallTask(), tmp_path / "asked", epochs=1, loggers=("tensorboard",))
     assert not (tmp_path / "asked").exists(), "a mistake leaves nothing behind"
     train(opened(SmallTask(), tmp_path / "default", epochs=1))

@@ -2,36 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from paceline.core.run_folder import METRICS
 from paceline.data.plan import BatchRule, Plan
 from paceline.observe.records import EpochRecord
 from paceline.train.loop import train
-from paceline.train.step_profile import BackwardWatch, costs, thinned
+from paceline.train.step_profile import costs, thinned
 from tests.train.small import SmallTask, opened
-
-
-def test_a_watch_sees_when_buckets_are_complete_and_leaves_nothing() -> None:
-    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 1))
-    watch = BackwardWatch(list(model.parameters()))
-    total = model(torch.ones(4, 600)).sum()
-    began = perf_counter()
-    watch.begin()
-    total.backward()
-    watch.end()
-    took = perf_counter() - began
-    whole_s, *ready = watch.medians()
-    assert len(ready) == 2  # the first bucket is of 1 MiB
-    assert 0 < ready[0] <= ready[1] <= whole_s <= took
-    watch.close()
-    model(torch.ones(4, 600)).sum().backward()
-    assert watch.medians()[0] == whole_s
 
 
 def test_a_run_keeps_a_profile_of_its_steps(tmp_path: Path) -> None:

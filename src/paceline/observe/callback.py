@@ -7,34 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import WrongType
 from paceline.observe.records import Json
 
 Record = Json
-
-
-class NotAWatcher(PacelineError):
-    """Another kind of object where a callback belongs."""
-
-    value: Any
-    sentence = "{what} is no watcher"
-    hint = "subclass `paceline.Callback`, override what you need, and give an object of it"
-
-    @property
-    def what(self) -> str:
-        return f"the class {self.value.__name__}" if isinstance(self.value, type) else type(self.value).__name__
-
-
-class WatchersNotListed(PacelineError, TypeError):
-    """One callback, or none, where a list of them belongs."""
-
-    value: Any
-    sentence = "watchers are {what}, not a list of callbacks"
-    hint = "write them as a list: `[]`, or `[MyCallback()]`"
-
-    @property
-    def what(self) -> str:
-        return "None" if self.value is None else f"of the type {type(self.value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -90,9 +66,17 @@ Watcher = Callback
 def checked(callbacks: Iterable[Any]) -> list[Callback]:
     """Return the callbacks, if that is what they are."""
     if not isinstance(callbacks, Iterable):
-        raise WatchersNotListed(callbacks)
+        what = "None" if callbacks is None else f"an object of {type(callbacks).__name__}"
+        raise WrongType(
+            f"callbacks must be given as a list, not as {what}", hint="write them as a list: `[]`, or `[MyCallback()]`"
+        )
     callbacks = list(callbacks)
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise NotAWatcher(callback)
+            of_class = isinstance(callback, type)
+            what = f"the class {callback.__name__}" if of_class else f"an object of {type(callback).__name__}"
+            raise WrongType(
+                f"{what} is not a `paceline.Callback`",
+                hint="subclass `paceline.Callback`, override what you need, and give an object of it",
+            )
     return callbacks

@@ -10,23 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import Failed, PacelineError, first_line
 from paceline.core.units import counted
 from paceline.observe.callback import Callback, Record, RunInfo
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 MOST_KEPT = 10_000
 """Records that are kept for a logger that fails."""
-
-
-class LoggerFailed(PacelineError):
-    """A logger that does not start."""
-
-    logger: str
-    reason: str
-    advice: str
-    sentence = "the logger {logger} did not start: {reason}"
-    hint = "{advice}"
 
 
 class Forgiving(Callback):
@@ -58,7 +48,7 @@ class Forgiving(Callback):
             without = f"take {self._name} out of `loggers`"
             if info.next_step == 0:
                 advice = f"{self._advice}, or {without}" if self._advice else without
-                raise LoggerFailed(self._name, first_line(error), advice) from error
+                raise Failed(f"the logger {self._name} did not start: {first_line(error)}", hint=advice) from error
             self._say(f"the logger {self._name} did not start: {first_line(error)}; the run goes on without it")
 
     def step(self, records: list[Record]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core import plugins
-from paceline.core.errors import PacelineError
+from paceline.core.errors import NotInstalled
 from paceline.observe.callback import Callback, Record, RunInfo
 from paceline.observe.epoch import RankEpoch
 from paceline.observe.records import STEP_KEYS, EpochRecord, declared_numbers
@@ -26,14 +26,6 @@ from paceline.observe.records import STEP_KEYS, EpochRecord, declared_numbers
 EPOCH_NUMBERS = [name for name, number in declared_numbers(EpochRecord, RankEpoch).items() if number.is_logged]
 """Keys of an epoch's record that are drawn over time."""
 MEMORY_NAMES = {"host_bytes": "host_gib", "device_bytes": "device_gib"}
-
-
-class LoggerNotInstalled(PacelineError):
-    """A logger in `loggers` whose package is not installed."""
-
-    logger: str
-    sentence = "`loggers` has {logger!r}, but the package {logger} is not installed"
-    hint = "`pip install {logger}`, or take {logger} out of `loggers`"
 
 
 class PointLogger(Callback):
@@ -196,7 +188,10 @@ def build(names: Sequence[str], *, is_asked: bool) -> tuple[list[Callback], list
     """
     missing = [name for name in names if name in LOGGERS and not _is_installed(name)]
     if missing and is_asked:
-        raise LoggerNotInstalled(missing[0])
+        raise NotInstalled(
+            f"`loggers` has {missing[0]!r}, but the package {missing[0]} is not installed",
+            hint=f"`pip install {missing[0]}`, or take {missing[0]} out of `loggers`",
+        )
     return [_make(name) for name in names if name not in missing], missing
 
 

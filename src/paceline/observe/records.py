@@ -224,10 +224,6 @@ class Profile(Part):
     has_lengths: bool = False
     in_blocks: bool = False
     """Ranks have grains that follow each other."""
-    backward_s: float | None = None
-    """Last backward of a step, in which gradients are sent, median of some; None where it was not measured."""
-    ready_s: Sequence[float] = ()
-    """Seconds into it at which the gradients of each bucket were complete."""
     buckets: Sequence[int] = ()
     """Bytes of the buckets in which gradients are sent, in their order."""
     blocks: Sequence[int] = ()
@@ -242,8 +238,6 @@ class Profile(Part):
     state: int = 0
     itemsize: int = 4
     """Bytes of a weight as the optimizer has it."""
-    replay: Sequence[Mapping[str, Any]] | None = None
-    """Sizes of the task's replay buffers (`ReplayBuffer.sizes`); None in older records."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from paceline.speed.compile import Compiled, compiled_so_far
 from paceline.train import step_profile
 from paceline.train.feed import Feed
 from paceline.train.prepare import sums_in_tree
-from paceline.train.step_profile import BackwardWatch, WatchedPass
 from paceline.train.stepper import Stepper
 from paceline.train.task import Reports, Task
 
@@ -37,10 +36,6 @@ def make_clock(device: torch.device) -> Clock:
     if device.type == "cpu":
         return Clock()
     return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
-
-
-_WATCH_CHANGES = (step_profile.FIRST_WATCHED, step_profile.FIRST_WATCHED + step_profile.NUM_WATCHED)
-"""Steps of a launch after which the watch over backwards begins and ends."""
 
 
 class Meter:
@@ -59,9 +54,7 @@ class Meter:
         self.units = Units()
         self._core_wait_s: float | None = None
         self._lengths: NDArray[Any] | None = None
-        self._num_noted, self._num_profiles = 0, 0
-        self._backward: list[float] = []
-        self._watched: WatchedPass | None = None
+        self._num_profiles = 0
 
     def begin_epoch(self, feed: Feed, epoch: int, step: int) -> None:
         """Start the measurements of an epoch; its steps before `step` were done by earlier launches."""
@@ -90,31 +83,11 @@ class Meter:
     def note(self, batch: Batch) -> None:
         """Count a batch that a step was done with."""
         self._count += batch.own_count
-        self._num_noted += 1
-        if self._num_noted in _WATCH_CHANGES:
-            self._watch_backward()
         self._grains = max(self._grains, len(batch.grains))
         for grain in batch.grains:
             self._num_samples += len(grain.samples)
             if self._lengths is not None:
                 self._unread.append(grain.samples)
-
-    def _watch_backward(self) -> None:
-        """Watch some backwards of the launch, where the host knows when they are done."""
-        stepper, prepared = self._stepper, self._stepper.prepared
-        if self._num_noted == step_profile.FIRST_WATCHED:
-            if stepper.device.type == "cpu" and not stepper.precision.compile and prepared.shards is None:
-                self._watched = WatchedPass(prepared.grains, BackwardWatch(prepared.strategy.parameters))
-                stepper.use_pass(self._watched)
-        else:
-            self._end_watch()
-
-    def _end_watch(self) -> None:
-        if self._watched is not None:
-            self._backward = self._watched.watch.medians()
-            self._watched.watch.close()
-            self._stepper.use_pass(self._watched.grains)
-            self._watched = None
 
     def settle(self) -> None:
         """Read what the device has counted, and do what was put off. Called when the device was waited for anyway."""
@@ -129,7 +102,6 @@ class Meter:
     def end_epoch(self) -> tuple[EpochRecord, EpochRecord]:
         """Return the measurements of all ranks since this launch began the epoch, with what its verdict depends on, and
         those numbers that can be had of the whole epoch. All ranks must call it."""
-        self._end_watch()
         now, compiled = self.clock.read(), compiled_so_far()
         ranks = self._stepper.link.gather_objects(self._measured(now, compiled))
         self.clock.lap("communication")
@@ -159,9 +131,6 @@ class Meter:
             epoch_steps=0 if plan is None else plan.num_steps,
             has_lengths=self._lengths is not None,
             in_blocks=sums_in_tree(self._config),
-            backward_s=self._backward[0] if self._backward else None,
-            ready_s=self._backward[1:],
-            replay=step_profile.replay_buffers(self._task),
         )
 
     def recall(self) -> EpochRecord:

@@ -31,7 +31,7 @@ from paceline.optim.ema import WeightAverage
 from paceline.parallel.step import Average, GrainNumbers, RankNumbers, Step, Tally
 from paceline.speed import loss_scale, precision
 from paceline.speed.graphs import Graphs, Recorder
-from paceline.train.grains import GrainPass, Loss, RecordedPass
+from paceline.train.grains import Loss, RecordedPass
 from paceline.train.loss import NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
 from paceline.train.prepare import Prepared, prepare
 from paceline.train.randomness import GrainRandomness
@@ -172,10 +172,6 @@ class Stepper:
     def resume_at(self, num_steps: int) -> None:
         """Count the next step as the one after `num_steps`."""
         self.num_steps = num_steps
-
-    def use_pass(self, grains: GrainPass) -> None:
-        """Run forward and backward of the grains by `grains` from the next step on."""
-        self._prepared = replace(self.prepared, grains=grains)
 
     def release(self) -> None:
         """Give the model back, so that it can be prepared again with another shape or optimizer."""

@@ -77,7 +77,7 @@ def test_as_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for seed in range(2):
         make(tmp_path / str(seed), [0.5, 0.4], seed=seed)
     assert main(["compare", str(tmp_path)]) == 2
-    assert "hold seeds against each other: `--group seed`" in capsys.readouterr().err
+    assert "compare seeds: `--group seed`" in capsys.readouterr().err
     assert main(["compare", str(tmp_path), "--group", "seed"]) == 0
     assert "steps to the same value: as many" in capsys.readouterr().out
 

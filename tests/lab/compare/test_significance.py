@@ -6,47 +6,15 @@ import itertools
 import math
 import random
 import statistics
+import sys
 
 import numpy as np
 import pytest
 
+from paceline.core.errors import NotInstalled
 from paceline.lab.compare import significance
-from paceline.lab.compare.significance import (
-    incomplete_beta,
-    paired_bootstrap,
-    permutation,
-    t_quantile,
-    t_two_sided,
-    welch,
-)
+from paceline.lab.compare.significance import paired_bootstrap, permutation, welch
 from paceline.observe.sample_scores import SampleScores, corpus_values
-
-T_TABLE = {
-    # degrees: critical values of the two-sided t at 0.10, 0.05, 0.01, 0.001, as printed in textbooks
-    1: (6.314, 12.706, 63.657, 636.619),
-    2: (2.920, 4.303, 9.925, 31.599),
-    5: (2.015, 2.571, 4.032, 6.869),
-    10: (1.812, 2.228, 3.169, 4.587),
-    30: (1.697, 2.042, 2.750, 3.646),
-    120: (1.658, 1.980, 2.617, 3.373),
-}
-
-
-@pytest.mark.parametrize("degrees", T_TABLE)
-def test_students_table(degrees: int) -> None:
-    for p, t in zip((0.10, 0.05, 0.01, 0.001), T_TABLE[degrees], strict=True):
-        assert t_two_sided(t, degrees) == pytest.approx(p, rel=2e-3)
-        assert t_quantile(1 - p / 2, degrees) == pytest.approx(t, abs=6e-4)
-
-
-def test_incomplete_beta_has_its_closed_forms() -> None:
-    for x in (0.0, 0.01, 0.3, 0.5, 0.77, 0.999, 1.0):
-        assert incomplete_beta(1, 1, x) == pytest.approx(x, abs=1e-14)
-        assert incomplete_beta(2, 1, x) == pytest.approx(x**2, abs=1e-14)
-        assert incomplete_beta(3, 2, x) == pytest.approx(4 * x**3 - 3 * x**4, abs=1e-14)
-        assert incomplete_beta(0.5, 0.5, x) == pytest.approx(2 / math.pi * math.asin(math.sqrt(x)), abs=1e-13)
-        assert incomplete_beta(7.5, 2.25, x) == pytest.approx(1 - incomplete_beta(2.25, 7.5, 1 - x), abs=1e-13)
-
 
 A1 = (27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4)
 A2 = (27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4)
@@ -58,6 +26,13 @@ def test_welchs_published_example() -> None:
     assert found is not None
     assert (round(found.t, 2), round(found.degrees, 1), round(found.p, 3)) == (-2.46, 25.0, 0.021)
     assert found.low < found.difference < found.high < 0
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(NotInstalled, match="scipy") as caught:
+        welch(A1, A2)
+    assert "paceline[lab]" in caught.value.hint
 
 
 def test_welch_at_the_edges() -> None:

@@ -15,8 +15,6 @@ from paceline.observe.records import EpochRecord, Profile, StepRecord
 
 MIB = 1 << 20
 PROFILE = Profile(
-    backward_s=0.02,
-    ready_s=[0.01, 0.02],
     buckets=[MIB, 3 * MIB],
     blocks=[2 * MIB, 2 * MIB, 0],
     tensors=8,
@@ -44,7 +42,9 @@ def make_run(
 ) -> Path:
     """Write a run of two epochs whose ranks compute for so long in each step, times the factors in `slow`."""
     folder.mkdir(parents=True)
-    values = TrainConfig(epochs=2, global_batch=batch, grains=grains, sums="exact", **settings).model_dump(mode="json")
+    values = TrainConfig(epochs=2, global_batch=batch, grains=grains, **{"sums": "exact", **settings}).model_dump(
+        mode="json"
+    )
     record = {"status": "finished", "grains": grains, "task": "digits", "settings": values}
     (folder / RECORD).write_text(json.dumps(record), encoding="utf-8")
     factors = [(slow or {}).get(rank, 1.0) for rank in range(ranks)]

@@ -72,17 +72,23 @@ def test_the_report_draws_what_was_predicted(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        ("", "predict from which run or task?", "paceline predict runs/NAME --nodes 8"),
-        ("runs/none", "runs/none is no run: there is no such folder", "paceline runs"),
-        ("runs/a --link fast", "`--link fast`: no bandwidth", "--link 10Gbit,50us"),
-        ("runs/a --link 1Gbit,soon", "'soon' is no latency", "--link 10Gbit,50us"),
-        ("runs/a --link 1Gbit --link-file doctor.json", "both `--link` and `--link-file`", "one of them"),
+        ("", "SOURCE: is missing", "paceline predict --help"),
+        ("runs/none", "runs/none is not a run: there is no such folder", "paceline runs"),
+        ("runs/a --link fast", "`--link fast` has no bandwidth", "--link 10Gbit,50us"),
+        ("runs/a --link 1Gbit,soon", "'soon' is not a latency", "--link 10Gbit,50us"),
+        (
+            "runs/a --link 1Gbit --link-file doctor.json",
+            "`--link` and `--link-file` cannot be used together",
+            "one of them",
+        ),
         ("runs/a --link-file doctor.json", "cannot be read", "paceline doctor --json"),
         ("runs/a --ranks 0", "--ranks 0: value 1 must be above 0", "paceline predict --help"),
         ("runs/a --ranks 2 --nodes 4", "2 ranks cannot be on 4 machines", "--nodes"),
         ("runs/a --wire int8", "wire int8 is for reduce param", "docs/options.md"),
         ("runs/a --failures often", "`--failures often`", "4/1000nd"),
-        ("digts --ranks 8", "there is no recipe 'digts'", "did you mean `digits`?"),
+        ("runs/a --shard node", "`--shard node` cannot be predicted", "--shard full"),
+        ("runs/a --random-seed 1", "--random-seed", "paceline predict --help"),
+        ("digits --ranks 8", "digits is not a run", "paceline train TASK --steps 40"),
     ],
 )
 def test_mistakes_are_told_with_what_to_type(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.report.runs import BrokenRun, EmptyRun, NoRun, read_run, short_names
+from paceline.core.errors import Unreadable
+from paceline.observe.report.runs import EmptyRun, NoRun, read_run, short_names
 from tests.observe.report.made import usual, write_run
 
 
@@ -53,7 +54,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     for text, why in (("{", "Expecting"), ('{"task": "a", "settings": {}}', "no 'status'"), ("[]", "no 'settings'")):
         (tmp_path / "broken" / "run.json").write_text(text)
-        with pytest.raises(BrokenRun, match=why):
+        with pytest.raises(Unreadable, match=why):
             read_run(tmp_path / "broken")
 
 

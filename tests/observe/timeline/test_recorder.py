@@ -14,10 +14,10 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.config.step_range import StepRange
+from paceline.core.errors import InvalidSetting
 from paceline.observe.timeline.recorder import (
     AUTO_AFTER,
     AUTO_STEPS,
-    NoSuchRank,
     Off,
     Timeline,
     trace,
@@ -240,7 +240,7 @@ def test_without_a_run_folder_it_has_no_effect_and_says_so(capsys: pytest.Captur
 
 
 def test_a_rank_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(NoSuchRank, match="ranks of this run are 0 to 0"):
+    with pytest.raises(InvalidSetting, match="ranks of this run are 0 to 0"):
         opened(SmallTask(), tmp_path / "a", epochs=1, profile="0:2", profile_ranks=(3,))
     assert not (tmp_path / "a").exists()
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.config.settings import TrainConfig
-from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
+from paceline.core.errors import Conflict, NotFound, PacelineError
 from paceline.core.units import counted
 from paceline.lab.compare.significance import Bootstrap, Permutation, Welch, paired_bootstrap, permutation, welch
 from paceline.observe.report.runs import ReportedRun
@@ -30,81 +29,6 @@ class TooFewRuns(PacelineError):
     number: int
     sentence = "a comparison of {number:#run}?"
     hint = "give two or more (`paceline compare runs/a1 runs/a2 runs/b1 runs/b2`), or a folder with runs in it"
-
-
-class GivenTwice(PacelineError):
-    """One run under two names."""
-
-    folder: Path
-    sentence = "{folder} is given twice: a run counts once"
-    hint = "leave one of them out"
-
-
-class TasksDiffer(PacelineError):
-    """Runs of several tasks."""
-
-    tasks: list[str]
-    sentence = "the runs are of different tasks: {names}"
-    hint = "compare runs of one task"
-
-    @property
-    def names(self) -> str:
-        return ", ".join(self.tasks)
-
-
-class NothingDiffers(PacelineError):
-    """Runs that are all of one group."""
-
-    number: int
-    setting: str | None
-    sentence = "{number:#run} with {what}: there is one group, and nothing to compare it with"
-    hint = "{advice}"
-
-    @property
-    def what(self) -> str:
-        return "the same settings but for the seed" if self.setting is None else f"the same `{self.setting}`"
-
-    @property
-    def advice(self) -> str:
-        if self.setting is None and self.number > 1:
-            return phrase("add runs with another setting, or hold seeds against each other: `--group seed`")
-        return phrase("add runs with another setting; `paceline diff RUN RUN` shows how two differ")
-
-
-class NoSuchSetting(PacelineError):
-    """`--group` names what no run has."""
-
-    name: str
-    nearest: list[str]
-    sentence = "no run has a setting `{name}`"
-    hint = "{advice}"
-
-    @property
-    def advice(self) -> str:
-        return f"nearest: {', '.join(self.nearest)}" if self.nearest else "`paceline diff RUN RUN` shows settings"
-
-
-class NotValidated(PacelineError):
-    """A run that has no value of the metric."""
-
-    run: str
-    metric: str | None
-    known: list[str]
-    """Metrics that all runs have."""
-    sentence = "{run} has no {what}"
-    hint = "{advice}"
-
-    @property
-    def what(self) -> str:
-        return "validation in its journal" if self.metric is None else f"value of `{self.metric}`"
-
-    @property
-    def advice(self) -> str:
-        if self.known:
-            return f"`--metric` one of {', '.join(self.known)}; or leave the run out"
-        if self.metric is not None:
-            return phrase("leave it out: no metric is common to all of these runs; or train on the same sets")
-        return "let it validate (a task with `val_data`), or leave it out"
 
 
 @dataclass(frozen=True)
@@ -214,22 +138,35 @@ def _check(runs: Sequence[ReportedRun]) -> None:
     seen: set[Path] = set()
     for run in runs:
         if run.folder.resolve() in seen:
-            raise GivenTwice(run.folder)
+            raise Conflict(f"{run.folder} is given twice: a run counts once", hint="leave one of them out")
         seen.add(run.folder.resolve())
     tasks = list(dict.fromkeys(run.task for run in runs))
     if len(tasks) > 1:
-        raise TasksDiffer(tasks)
+        raise Conflict(f"the runs are of different tasks: {', '.join(tasks)}", hint="compare runs of one task")
 
 
 def _metric(runs: Sequence[ReportedRun], metric: str | None) -> str:
     named = metric or runs[0].monitor
     if named is None:
-        raise NotValidated(runs[0].name, None, runs[0].metrics)
+        raise _without_value(runs[0].name, None, runs[0].metrics)
     for run in runs:
         if not _curve(run, named):
             common = [name for name in run.metrics if all(_curve(other, name) for other in runs)]
-            raise NotValidated(run.name, named if run.metrics else None, common)
+            raise _without_value(run.name, named if run.metrics else None, common)
     return named
+
+
+def _without_value(run: str, metric: str | None, known: Sequence[str]) -> NotFound:
+    """Return the error for a run that has no value of the metric; `known` are the metrics of all runs."""
+    if metric is None and not known:
+        hint = "let it validate (a task with `val_data`), or leave it out"
+    elif known:
+        hint = f"`--metric` one of {', '.join(known)}; or leave the run out"
+    else:
+        hint = "leave it out: no metric is common to all of these runs; or train on the same sets"
+    return NotFound(
+        f"{run} has no {'validation in its journal' if metric is None else f'value of `{metric}`'}", hint=hint
+    )
 
 
 def _is_higher(run: ReportedRun, metric: str) -> bool:
@@ -256,13 +193,21 @@ def _grouped(runs: Sequence[ReportedRun], group: Sequence[str]) -> tuple[list[li
     known = list(dict.fromkeys(name for one in each for name in one))
     for name in group:
         if name not in known:
-            raise NoSuchSetting(name, difflib.get_close_matches(name, known, n=3, cutoff=0.4))
+            nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            hint = f"nearest: {', '.join(nearest)}" if nearest else "`paceline diff RUN RUN` shows settings"
+            raise NotFound(f"no run has a setting `{name}`", hint=hint)
     names = list(group) or [name for name in known if _makes_a_group(name, each)]
     groups: dict[tuple[str, ...], list[ReportedRun]] = {}
     for run, one in zip(runs, each, strict=True):
         groups.setdefault(tuple(one.get(name, ABSENT) for name in names), []).append(run)
     if len(groups) < 2:
-        raise NothingDiffers(len(runs), " and ".join(group) if group else None)
+        same = f"the same `{' and '.join(group)}`" if group else "the same settings but for the seed"
+        hint = "add runs with another setting; `paceline diff RUN RUN` shows how two differ"
+        if not group and len(runs) > 1:
+            hint = "add runs with another setting, or compare seeds: `--group seed`"
+        raise Conflict(
+            f"{counted(len(runs), 'run')} with {same} are one group: there is nothing to compare it with", hint=hint
+        )
     return list(groups.values()), [dict(zip(names, values, strict=True)) for values in groups]
 
 

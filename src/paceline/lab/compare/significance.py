@@ -10,15 +10,16 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from typing import Any
 
 import numpy as np
 
+from paceline.core.errors import NotInstalled
 from paceline.observe.sample_scores import SampleScores, corpus_values
 
 CONFIDENCE = 0.95
 MOST_SPLITS = 200_000
-"""Splits of the runs up to which all of them are looked at; beyond, so many are drawn."""
+"""Maximum number of splits of the runs that are all evaluated; of more splits, this number is drawn."""
 NUM_DRAWS = 10_000
 """Resampled sets of the bootstrap."""
 _CHUNK = 250
@@ -45,7 +46,7 @@ class Permutation:
     p: float
     num_splits: int
     is_exact: bool
-    """All ways were looked at; else they were drawn."""
+    """All splits were evaluated; otherwise they were drawn."""
 
 
 @dataclass(frozen=True)
@@ -64,82 +65,31 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
     if min(len(first), len(second)) < 2:
         return None
     difference = statistics.fmean(second) - statistics.fmean(first)
-    parts = [statistics.variance(side) / len(side) for side in (first, second)]
-    error = math.sqrt(sum(parts))
-    if error == 0:  # no spread at all
+    if statistics.variance(first) == statistics.variance(second) == 0:
         p = 1.0 if difference == 0 else 0.0
         return Welch(difference, difference, difference, math.copysign(math.inf, difference), math.inf, p)
-    degrees = sum(parts) ** 2 / sum(
-        part**2 / (len(side) - 1) for part, side in zip(parts, (first, second), strict=True)
+    test = _stats().ttest_ind(second, first, equal_var=False)
+    interval = test.confidence_interval(CONFIDENCE)
+    return Welch(
+        difference, float(interval.low), float(interval.high), float(test.statistic), float(test.df), float(test.pvalue)
     )
-    t = difference / error
-    reach = t_quantile(0.5 + CONFIDENCE / 2, degrees) * error
-    return Welch(difference, difference - reach, difference + reach, t, degrees, t_two_sided(t, degrees))
-
-
-def t_two_sided(t: float, degrees: float) -> float:
-    """Return the probability that Student's t is at least as far from 0."""
-    return incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
-
-
-def t_quantile(probability: float, degrees: float) -> float:
-    """Return the t that is exceeded with 1 - `probability`, for probabilities above a half."""
-    low, high = 0.0, 1.0
-    while 1 - t_two_sided(high, degrees) / 2 < probability:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        if 1 - t_two_sided(middle, degrees) / 2 < probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """Return the regularised incomplete beta function I_x(a, b), by its continued fraction."""
-    if x <= 0 or x >= 1:
-        return 0.0 if x <= 0 else 1.0
-    if x > (a + 1) / (a + b + 2):  # where the fraction of the other side converges faster
-        return 1 - incomplete_beta(b, a, 1 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
-    tiny = 1e-300
-    value, upper, lower = 1.0, 1.0, 0.0
-    for step in range(1000):
-        half = step // 2
-        if step == 0:
-            term = 1.0
-        elif step % 2 == 0:
-            term = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
-        else:
-            term = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
-        lower = 1 / (1 + term * lower or tiny)
-        upper = 1 + term / upper or tiny
-        value *= upper * lower
-        if abs(1 - upper * lower) < 1e-15:
-            break
-    return front * (value - 1)
 
 
 def permutation(first: Sequence[float], second: Sequence[float]) -> Permutation | None:
     """Return the permutation test of the difference of means; None where there is one split only."""
-    values = np.array([*first, *second], dtype=np.float64)
-    num_first, total = len(first), len(first) + len(second)
-    num_splits = math.comb(total, num_first)
+    num_splits = math.comb(len(first) + len(second), len(first))
     if num_splits < 2 or min(len(first), len(second)) < 1:
         return None
-    is_exact = num_splits <= MOST_SPLITS
-    if is_exact:
-        chosen = np.array(list(combinations(range(total), num_first)))
-    else:
-        generator = _generator()
-        chosen = np.stack([generator.permutation(total)[:num_first] for _ in range(MOST_SPLITS)])
-    sums = values[chosen].sum(1)
-    differences = np.abs((values.sum() - sums) / (total - num_first) - sums / num_first)
-    observed = abs(statistics.fmean(second) - statistics.fmean(first))
-    as_large = int((differences >= observed - 1e-12 * max(1.0, np.abs(values).max())).sum())
-    p = as_large / num_splits if is_exact else (as_large + 1) / (MOST_SPLITS + 1)
-    return Permutation(p, num_splits if is_exact else MOST_SPLITS, is_exact)
+    test = _stats().permutation_test(
+        (first, second),
+        lambda one, two, axis: np.abs(one.mean(axis) - two.mean(axis)),
+        vectorized=True,
+        n_resamples=MOST_SPLITS,
+        batch=10_000,
+        alternative="greater",
+        rng=_generator(),
+    )
+    return Permutation(float(test.pvalue), min(num_splits, MOST_SPLITS), num_splits <= MOST_SPLITS)
 
 
 def paired_bootstrap(first: Sequence[SampleScores], second: Sequence[SampleScores]) -> Bootstrap:
@@ -162,6 +112,16 @@ def paired_bootstrap(first: Sequence[SampleScores], second: Sequence[SampleScore
     low, high = np.quantile(differences, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     p = min(1.0, 2 * (tail + 1) / (NUM_DRAWS + 1))
     return Bootstrap(means[1] - means[0], float(low), float(high), p, num_samples)
+
+
+def _stats() -> Any:
+    try:
+        from scipy import stats
+    except ModuleNotFoundError as error:
+        raise NotInstalled(
+            "comparing runs needs the package scipy, which is not installed", hint="`pip install 'paceline[lab]'`"
+        ) from error
+    return stats
 
 
 def _generator() -> np.random.Generator:

@@ -19,7 +19,7 @@ from paceline.config.python_call import CallInvalid, kind_of, settings_of_call
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, PacelineError, WrongType
 from paceline.core.paths import absolute
 from paceline.core.terminal import tell
 from paceline.core.user_file import refuse_on_import
@@ -45,33 +45,6 @@ REPORT = "report.html"
 CALL = "paceline.sweep"
 
 
-class SweepInsideTrial(PacelineError):
-    """A script that sweeps whenever it is imported, which each of its trials does."""
-
-    sentence = "`paceline.sweep` was called while a trial imported the script that calls it"
-    hint = 'write `if __name__ == "__main__":` above that call'
-
-
-class NotATaskClass(PacelineError, TypeError):
-    """Something else where a task's class belongs, of which each trial makes its own."""
-
-    value: Any
-    sentence = "`task` of paceline.sweep is {what}, and every trial must make a task of its own"
-    hint = "give the class itself, not an object of it, or a name as `paceline train` takes it"
-
-    @property
-    def what(self) -> str:
-        return kind_of(self.value)
-
-
-class TaskNotNamed(PacelineError):
-    """Several trials at once, or ranks, of a task that other processes cannot import."""
-
-    what: str
-    sentence = "{what} needs processes of their own, which must find the task"
-    hint = "give the task as text: a recipe's name, or `path/to/file.py:ClassName`"
-
-
 def sweep(
     task: str | Callable[[], Task],
     search: Asked,
@@ -91,7 +64,10 @@ def sweep(
     settings are those of `fit`; `out` is the folder of the sweep, and `resume="auto"` goes on with it.
     """
     if os.environ.get(INSIDE):
-        raise SweepInsideTrial
+        raise Conflict(
+            "`paceline.sweep` was called while a trial imported the script that calls it",
+            hint='write `if __name__ == "__main__":` above that call',
+        )
     refuse_on_import("paceline.sweep")
     check_counts(trials, jobs, procs)
     if not isinstance(search, Mapping):
@@ -102,11 +78,18 @@ def sweep(
 
         name, make = task, partial(load_task, task)
     elif not callable(task):
-        raise NotATaskClass(task)
+        raise WrongType(
+            f"`task` of paceline.sweep is {kind_of(task)}, and every trial must make a task of its own",
+            hint="give the class itself, not an object of it, or a name as `paceline train` takes it",
+        )
     else:
         name, make = getattr(task, "__name__", type(task).__name__), task
         if jobs > 1 or procs > 1:
-            raise TaskNotNamed("more than one trial at once" if jobs > 1 else "more than one rank")
+            what = "more than one trial at once" if jobs > 1 else "more than one rank"
+            raise Conflict(
+                f"{what} needs processes of their own, which must find the task",
+                hint="give the task as text: a recipe's name, or `path/to/file.py:ClassName`",
+            )
     model, task_monitor = _of_task(make)
     given = {key: value for key, value in settings.items() if key not in WITHOUT}
     space = space_of(model, search, given, CALL)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field
 
 from paceline.config.load import load
 from paceline.config.settings import Section, TrainConfig
 from paceline.config.train_command import POSITIONAL, take_task, task_settings
-from paceline.core.errors import PacelineError
 from paceline.core.terminal import warn
+from paceline.lab.trial_options import NO_BENCHMARK, refuse_launcher, with_settings
 from paceline.world.discover.environment import discover
 
 PROG = "paceline sweep"
@@ -44,23 +44,12 @@ class SweepCommand(Section):
         if getattr(self, "mode", "train_eval") != "train_eval":
             yield "`mode` must be train_eval: trials are compared by their validation"
         if getattr(self, "benchmark", False):
-            yield "`benchmark` times one setting in `paceline train`: leave it out"
-
-
-class SweepUnderLauncher(PacelineError):
-    """Each trial starts ranks of its own."""
-
-    launcher: str
-    sentence = "`paceline sweep` starts its own ranks and cannot be one of {launcher}'s"
-    hint = "type `paceline sweep TASK --procs N --jobs M` without a launcher, in the job's script"
+            yield NO_BENCHMARK
 
 
 def sweep_options(settings: type[TrainConfig]) -> type[SweepCommand]:
-    """Return the model of `paceline sweep` for a task with these settings."""
     about = "Search settings that train a task best: many trials, the worse ones ended early."
-    bases: Any = (settings, SweepCommand)
-    options: type[SweepCommand] = create_model("SweepOptions", __base__=bases, __doc__=about)
-    return options
+    return with_settings(SweepCommand, settings, about)
 
 
 OPTIONS = sweep_options(TrainConfig)
@@ -90,8 +79,7 @@ def _run(argv: Sequence[str]) -> int:
     task_type = find_task(name)
     options = load(sweep_options(task_type.Settings), [name, *rest], prog=PROG, positional=POSITIONAL)
     world = discover(os.environ)
-    if world.launcher != "plain":
-        raise SweepUnderLauncher(world.launcher)
+    refuse_launcher(world, "sweep", " --jobs M` without a launcher, in the job's script")
     settings = task_settings(options, task_type.Settings)
     given = settings.model_dump(exclude_unset=True)
     asked = read_words(options.search, PROG)

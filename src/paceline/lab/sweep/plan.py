@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.disk import replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import AlreadyExists, Busy, Conflict
 from paceline.core.secrets import masked_values
 from paceline.core.units import counted
 from paceline.lab.sweep.outcome import SweepResult, TrialEnd, joined, read_json
@@ -24,54 +24,6 @@ WITHOUT = ("out", "resume", "exp_name", "runs_dir", "allow_change")
 """Settings of the sweep, not of its trials."""
 _MAY_CHANGE = ("threads", "workers", "progress", "loggers", "device")
 """Settings of trials that do not change what they come to."""
-
-
-class SweepExists(PacelineError):
-    """A sweep is never overwritten."""
-
-    folder: Path
-    sentence = "{folder} holds a sweep already"
-    hint = "add `--resume auto` to go on with it, or choose another `--out`"
-
-
-class NotASweep(PacelineError):
-    """A folder with files of others."""
-
-    folder: Path
-    sentence = "{folder} has files, and is no sweep"
-    hint = "choose another `--out`, or an empty folder"
-
-
-class SweepChanged(PacelineError):
-    """A sweep that is resumed with another search: its earlier trials would be compared with something else."""
-
-    folder: Path
-    changes: list[str]
-    sentence = "{folder} was begun with another search or other settings: {all_changes}"
-    hint = "type the same ones to go on with it, or choose another `--out`"
-
-    @property
-    def all_changes(self) -> str:
-        return "; ".join(self.changes)
-
-
-class TooManyJobs(PacelineError):
-    """More trials at once than the machine has cores, or GPUs, for."""
-
-    jobs: int
-    procs: int
-    places: int
-    kind: str
-    sentence = "{jobs:#trial} at once with {procs:#rank} each need {needed} {kind}s, and there are {places}"
-    hint = "set `--jobs {most}`, or fewer `--procs`"
-
-    @property
-    def needed(self) -> int:
-        return self.jobs * self.procs
-
-    @property
-    def most(self) -> int:
-        return max(1, self.places // self.procs)
 
 
 @dataclass(frozen=True)
@@ -120,14 +72,6 @@ class Plan:
         return {**self.settings, **params, "out": str(self.run_folder(number)), "resume": "auto"}
 
 
-class SweepBusy(PacelineError):
-    """Another process sweeps in the folder."""
-
-    folder: Path
-    sentence = "a sweep is under way in {folder} already"
-    hint = "wait until it has ended, or choose another `--out`; `--jobs N` tries several at once"
-
-
 @contextmanager
 def only_sweep(folder: Path) -> Iterator[None]:
     """Keep other processes from sweeping in a folder: each would take the other's running trials for its own."""
@@ -137,7 +81,10 @@ def only_sweep(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SweepBusy(folder) from None
+            raise Busy(
+                f"a sweep is under way in {folder} already",
+                hint="wait until it has ended, or choose another `--out`; `--jobs N` tries several at once",
+            ) from None
         except OSError:  # a file system without locks
             pass
         yield
@@ -153,16 +100,23 @@ def open_folder(plan: Plan, *, may_resume: bool) -> None:
     before = read_json(file)
     if before is None:
         if plan.folder.exists() and any(plan.folder.iterdir()):
-            raise NotASweep(plan.folder)
+            raise AlreadyExists(
+                f"{plan.folder} has files, and is not a sweep", hint="choose another `--out`, or an empty folder"
+            )
         (plan.folder / TRIALS).mkdir(parents=True, exist_ok=True)
         with replacing(file) as out:
             json.dump(plan.record(), out, indent=1)
         return
     if not may_resume:
-        raise SweepExists(plan.folder)
+        raise AlreadyExists(
+            f"{plan.folder} holds a sweep already", hint="add `--resume auto` to continue it, or choose another `--out`"
+        )
     changes = _changes(before, json.loads(json.dumps(plan.record())))
     if changes:
-        raise SweepChanged(plan.folder, changes)
+        raise Conflict(
+            f"{plan.folder} was begun with another search or other settings: {'; '.join(changes)}",
+            hint="type the same ones to continue it, or choose another `--out`",
+        )
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -180,7 +134,12 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def check_room(jobs: int, procs: int, *, cores: int, gpus: int) -> None:
     """Refuse more trials at once than there is room for; `gpus` is 0 where trials compute on the CPU."""
     if jobs > 1 and jobs * procs > (gpus or cores):
-        raise TooManyJobs(jobs, procs, gpus or cores, "GPU" if gpus else "core")
+        available, kind = gpus or cores, "GPUs" if gpus else "cores"
+        raise Conflict(
+            f"{counted(jobs, 'trial')} at once with {counted(procs, 'rank')} each need {jobs * procs} {kind}, and "
+            f"there are {available}",
+            hint=f"set `--jobs {max(1, available // procs)}`, or fewer `--procs`",
+        )
 
 
 def result_of(plan: Plan, study: Study) -> SweepResult:

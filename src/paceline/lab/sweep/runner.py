@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.disk import replacing
-from paceline.core.errors import PacelineError, first_line
+from paceline.core.errors import Failed, PacelineError, first_line
 from paceline.core.language import ENGLISH, speaking
+from paceline.core.units import counted
 from paceline.lab.sweep.outcome import SweepResult, SweepTrial, TrialEnd, shown
 from paceline.lab.sweep.plan import Plan, result_of
 from paceline.lab.sweep.pruning import Pruning, Report
@@ -32,16 +33,6 @@ COMMAND = (sys.executable, "-m", "paceline.lab.sweep.trial")
 Say = Callable[[str], None]
 Train = Callable[[dict[str, Any], Pruning], Result]
 """Trains with these settings; the callback follows the run."""
-
-
-class TrialsFail(PacelineError):
-    """The first trials of a sweep failed, all of them."""
-
-    failures: int
-    why: str
-    output: str
-    sentence = "the first {failures:#trial} failed, the last one with: {why}"
-    hint = "mend that, or try one by `paceline train`; what it printed is in {output}"
 
 
 def run_here(plan: Plan, study: Study, train: Train, say: Say) -> SweepResult:
@@ -185,7 +176,10 @@ def _ended(plan: Plan, study: Study, number: int, end: TrialEnd, say: Say) -> No
     say(_line(trials[number], plan))
     statuses = [trial.status for trial in trials.values()]
     if statuses.count("failed") >= HOPELESS and not {"finished", "pruned"} & set(statuses):
-        raise TrialsFail(statuses.count("failed"), end.why, str(plan.file(number, "output")))
+        raise Failed(
+            f"the first {counted(statuses.count('failed'), 'trial')} failed, the last one with: {end.why}",
+            hint=f"mend that, or try one by `paceline train`; what it printed is in {plan.file(number, 'output')}",
+        )
 
 
 def _line(trial: SweepTrial, plan: Plan) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, NotInstalled
 from paceline.lab.sweep.pruning import Report
 from paceline.lab.sweep.space import Choices, Space, Value
 
@@ -23,21 +23,6 @@ SamplerName = Literal["tpe", "random", "grid"]
 Status = Literal["running", "finished", "pruned", "failed"]
 WARM_TRIALS = 4
 """Trials that are never ended early, as there is too little to compare them with."""
-
-
-class OptunaMissing(PacelineError):
-    """The package that searches is not installed."""
-
-    sentence = "a sweep needs the package optuna, which is not installed"
-    hint = "pip install 'paceline[sweep]'"
-
-
-class GridNeedsChoices(PacelineError):
-    """A range has no end of values, which a grid would have to try one by one."""
-
-    name: str
-    sentence = "`sampler` grid tries all values, and {name} is a range"
-    hint = "name its values, as `--search {name}=A,B,C`, or take another `--sampler`"
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,10 @@ class Study:
         optuna = _optuna()
         ranges = [name for name, dimension in space.items() if not isinstance(dimension, Choices)]
         if sampler == "grid" and ranges:
-            raise GridNeedsChoices(ranges[0])
+            raise Conflict(
+                f"`sampler` grid tries all values, and {ranges[0]} is a range",
+                hint=f"name its values, as `--search {ranges[0]}=A,B,C`, or take another `--sampler`",
+            )
         self._space, self._sampler, self._seed = space, sampler, seed
         self._distributions = {name: _distribution(optuna, dimension) for name, dimension in space.items()}
         self._study = optuna.create_study(
@@ -151,7 +139,7 @@ def _report(study: optuna.Study, number: int) -> Report:
 
 
 def require_optuna() -> None:
-    """Raise `OptunaMissing` where it is not installed."""
+    """Raise `NotInstalled` where optuna is missing."""
     _optuna()
 
 
@@ -161,7 +149,9 @@ def _optuna() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "optuna":
             raise
-        raise OptunaMissing from None
+        raise NotInstalled(
+            "a sweep needs the package optuna, which is not installed", hint="pip install 'paceline[sweep]'"
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -9,17 +9,17 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, create_model
+from pydantic import Field
 
 from paceline.config.command_line import dashed, read_words
 from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section, TrainConfig
 from paceline.config.train_command import POSITIONAL, take_task, task_settings
 from paceline.config.yaml_file import read_file
-from paceline.core.errors import PacelineError
 from paceline.core.terminal import tell, warn
+from paceline.lab.trial_options import NO_BENCHMARK, refuse_launcher, with_settings
 from paceline.world.discover.environment import discover
 
 PROG = "paceline tune"
@@ -72,22 +72,12 @@ class TuneCommand(Section):
         if getattr(self, "mode", "train") in ("eval", "infer"):
             yield "`mode` must be train or train_eval: nothing else can be tuned"
         if getattr(self, "benchmark", False):
-            yield "`benchmark` times one setting in `paceline train`: leave it out"
-
-
-class NotUnderLauncher(PacelineError):
-    """Each trial starts ranks of its own."""
-
-    launcher: str
-    sentence = "`paceline tune` starts its own ranks and cannot be one of {launcher}'s"
-    hint = "type `paceline tune TASK --procs N` without a launcher; ranks on other machines cannot be tuned yet"
+            yield NO_BENCHMARK
 
 
 def tune_options(settings: type[TrainConfig]) -> type[TuneCommand]:
     about = "Measure which settings train a task fastest on this machine, or find a learning rate."
-    bases: Any = (settings, TuneCommand)
-    options: type[TuneCommand] = create_model("TuneOptions", __base__=bases, __doc__=about)
-    return options
+    return with_settings(TuneCommand, settings, about)
 
 
 OPTIONS = tune_options(TrainConfig)
@@ -123,8 +113,7 @@ def _run(argv: Sequence[str]) -> int:
         from paceline.lab.tune.range_command import range_test
 
         return range_test(world, task_type, options, settings, [name, *rest])
-    if world.launcher != "plain":
-        raise NotUnderLauncher(world.launcher)
+    refuse_launcher(world, "tune", "` without a launcher; ranks on other machines cannot be tuned yet")
     from paceline.lab.tune.contest import tune
 
     return tune(options, settings, is_length_ours=is_length_ours)

@@ -15,7 +15,7 @@ import torch
 from paceline.config.python_call import CallInvalid
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import CannotWrite
-from paceline.core.errors import PacelineError
+from paceline.core.errors import AlreadyExists, Failed
 from paceline.core.terminal import tell
 from paceline.lab.tune import knobs as tune_space
 from paceline.lab.tune import report as tune_report
@@ -49,34 +49,6 @@ PROBE = 1 << 16
 """Bytes for which a disk must have room."""
 OTHER_NAME = "choose another name (`--write FILE`, `--csv FILE`)"
 COMMAND = (sys.executable, "-m", "paceline.lab.tune.trial_process")
-
-
-class FileExists(PacelineError):
-    """A file that something else has written is not overwritten."""
-
-    path: Path
-    sentence = "{path} exists and was not written by `paceline tune`"
-    hint = "choose another with `--write FILE`, or take this one away"
-
-
-class DefaultFails(PacelineError):
-    """The settings as given cannot be measured: there is nothing to compare with."""
-
-    failure: Failure
-    budget_s: float
-    sentence = "the settings as given cannot be measured:{gap}{failure.what}"
-    hint = "{advice}"
-
-    @property
-    def gap(self) -> str:
-        return "\n" if "\n" in self.failure.what else " "
-
-    @property
-    def advice(self) -> str:
-        if self.failure.kind == "time":
-            return f"set a larger `--budget`, {4 * self.budget_s:.0f} say"
-        smaller = "a smaller `--global-batch`, or recompute with `--checkpoint-activations`"
-        return smaller if self.failure.is_memory else ""
 
 
 def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -> int:
@@ -127,7 +99,10 @@ def check_target(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise CannotWrite(path, OSError(None, "it is no file"), OTHER_NAME)
     if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(tune_report.HEAD):
-        raise FileExists(path)
+        raise AlreadyExists(
+            f"{path} exists and was not written by `paceline tune`",
+            hint="choose another with `--write FILE`, or take this one away",
+        )
 
 
 def check_folder(path: Path) -> None:
@@ -155,6 +130,17 @@ def write_text(path: Path, text: str) -> None:
         raise CannotWrite(path, error, OTHER_NAME) from None
 
 
+def _cannot_be_measured(failure: Failure, budget_s: float) -> Failed:
+    """Return the error for settings as given that cannot be measured: there is nothing to compare with."""
+    hint = ""
+    if failure.kind == "time":
+        hint = f"set a larger `--budget`, such as {4 * budget_s:.0f}"
+    elif failure.is_memory:
+        hint = "a smaller `--global-batch`, or recompute with `--checkpoint-activations`"
+    gap = "\n" if "\n" in failure.what else " "
+    return Failed(f"the settings as given cannot be measured:{gap}{failure.what}", hint=hint)
+
+
 class _Tuner:
     """A search under way."""
 
@@ -179,10 +165,8 @@ class _Tuner:
         if isinstance(default.outcome, Failure):
             fitting, tried = self._make_fit(default)
             if fitting is None:
-                raise DefaultFails(
-                    tried[-1].outcome if isinstance(tried[-1].outcome, Failure) else default.outcome,
-                    self._options.budget,
-                )
+                last = tried[-1].outcome
+                raise _cannot_be_measured(last if isinstance(last, Failure) else default.outcome, self._options.budget)
             default = fitting
         assert self._facts is not None
         assert isinstance(default.outcome, Speed)

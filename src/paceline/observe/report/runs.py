@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, Unreadable
 from paceline.core.language import said
 from paceline.core.run_folder import (
     DIED,
@@ -39,19 +39,6 @@ class NoRun(PacelineError):
             return said("there is no folder {folder}").format(folder=self.folder)
         text = said("{folder} holds no run") if self.folder.is_dir() else said("{folder} is a file, not a run")
         return text.format(folder=self.folder)
-
-
-class BrokenRun(PacelineError):
-    """A run whose record cannot be read."""
-
-    folder: Path
-    why: str
-    sentence = "{path} is broken: {why}"
-    hint = "leave this run out"
-
-    @property
-    def path(self) -> Path:
-        return self.folder / RECORD
 
 
 class EmptyRun(PacelineError):
@@ -178,10 +165,9 @@ def read_run(folder: Path, name: str | None = None, recipes: Sequence[RecipeRepo
     try:
         record = read_record(folder)
         record.require("task", "status")
-    except BrokenRecord as error:
-        raise BrokenRun(folder, error.cause) from error
-    except OSError as error:
-        raise BrokenRun(folder, str(error)) from error
+    except (BrokenRecord, OSError) as error:
+        why = error.cause if isinstance(error, BrokenRecord) else error
+        raise Unreadable(f"{folder / RECORD} is broken: {why}", hint="leave this run out") from error
     status = status_now(folder, str(record.status))
     journal = read_journal(folder / METRICS)
     if not journal.steps:

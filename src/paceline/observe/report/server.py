@@ -16,22 +16,12 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Busy, PacelineError
 
 LOOPBACK = "127.0.0.1"
 REFRESH_S = 3
 """Pause between two questions of the page for something new."""
 PAGE_PATH, STATE_PATH = "/", "/state"
-
-
-class PortTaken(PacelineError):
-    """The port of `--port` cannot be listened on."""
-
-    port: int
-    why: str
-    sentence = "port {port} of {address} cannot be used: {why}"
-    hint = "name another `--port`, or leave it out: a free one is found"
-    address = LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,10 @@ def serve(live: Live, port: int = 0) -> Server:
     try:
         return Server((LOOPBACK, port), _handler(live))
     except OSError as error:
-        raise PortTaken(port, error.strerror or str(error)) from error
+        raise Busy(
+            f"port {port} of {LOOPBACK} cannot be used: {error.strerror or error}",
+            hint="name another `--port`, or leave it out: a free one is found",
+        ) from error
 
 
 def address(server: Server) -> str:

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.config.settings import ObserveSettings
 from paceline.config.step_range import StepRange
 from paceline.core.disk import CannotWrite, check_writable
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting
 from paceline.core.run_folder import TIMELINES
 from paceline.core.torch_private import allocations, record_allocations
 from paceline.core.units import counted
@@ -41,19 +41,6 @@ MANY_STEPS = 50
 """Beyond it a timeline is large: a warning."""
 _MARK = "paceline: one moment on both clocks"
 _STATM = Path("/proc/self/statm")
-
-
-class NoSuchRank(PacelineError):
-    """A rank in `profile_ranks` that the run does not have."""
-
-    rank: int
-    size: int
-    sentence = "`profile_ranks` has {rank}, but the ranks of this run are 0 to {last}"
-    hint = f"`--profile-ranks {{last}}`, or leave it out for the first {MOST_RANKS}"
-
-    @property
-    def last(self) -> int:
-        return self.size - 1
 
 
 @dataclass(frozen=True)
@@ -135,7 +122,11 @@ class Timeline:
         ranks, now = settings.profile_ranks, num_steps()
         for rank in ranks:
             if rank >= link.world.size:
-                raise NoSuchRank(rank, link.world.size)
+                last = link.world.size - 1
+                raise InvalidSetting(
+                    f"`profile_ranks` has {rank}, but the ranks of this run are 0 to {last}",
+                    hint=f"`--profile-ranks {last}`, or leave it out for the first {MOST_RANKS}",
+                )
         self.steps = window("auto" if settings.profile == "no" else settings.profile, now)
         self._with_torch = link.world.rank in (ranks or range(MOST_RANKS))
         self._with_memory = settings.profile_memory

@@ -9,7 +9,7 @@ that need it, sent ahead while the step before is still computing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -81,7 +81,6 @@ class ReplayBuffer:
         self._drawer = Drawer(seed, None if strategy == "herding" else capacity)
         self._ahead: tuple[Request, Arrival] | None = None
         self._first_draw: tuple[Integers, Cut] | None = None  # of the step under way
-        self._asked = (0, 0)  # size and number of the last draws
 
     def _empty(self) -> Placement:
         is_sharded = self.mode == "sharded" and self._link.world.size > 1
@@ -96,20 +95,6 @@ class ReplayBuffer:
     def num_stored(self) -> int:
         return self.table.num_stored
 
-    def sizes(self) -> dict[str, Any]:
-        """Return what its traffic between ranks follows from (`paceline predict`), as plain values."""
-        size, draws = self._asked
-        return {
-            "capacity": self.capacity,
-            "row_bytes": self.layout.row_bytes,
-            "mode": self.mode,
-            "strategy": self.strategy,
-            "size": size,
-            "draws": draws,
-            "check_every": self._check_every or 0,
-            "seed": self.seed,
-        }
-
     # -- what to replay ------------------------------------------------------------------------------------------
 
     def draw(self, size: int, pieces: Sequence[int], draws: int = 1) -> list[list[Items]]:
@@ -118,7 +103,6 @@ class ReplayBuffer:
         Fewer items while fewer are stored; no pieces at all (empty lists) while there is less than one item per grain.
         """
         self._placement.settle()
-        self._asked = (size, draws)
         request = self._request(size, pieces, draws)
         if request.size == 0:
             self._first_draw = None
