@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.amx import avoid_undescribed
 from paceline.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from paceline.world.discover.environment import World as World
 
 __version__ = VERSION
-avoid_undescribed()  # before oneDNN, which asks once, computes anything
 
 _HOMES = {
     "average": "paceline.cli.average",
