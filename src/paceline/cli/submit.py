@@ -21,6 +21,8 @@ from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Positive, Section, TrainConfig
+from paceline.config.train_command import POSITIONAL as OF_TRAIN
+from paceline.config.train_command import TRAIN_OPTIONS, take_task, task_settings, train_options
 from paceline.core.cloud.address import address_of, shown
 from paceline.core.cloud.file_copy import exists
 from paceline.core.cloud.run_copy import bring_run
@@ -301,10 +303,8 @@ def _load(option_words: list[str], command: list[str]) -> SubmitOptions:
 
 def _with_place(problem: Problem) -> Problem:
     """Return a problem with the right hint where an option of the training stands before the two dashes."""
-    from paceline.cli.train import OPTIONS as OF_TRAIN
-
     name = problem.where.lstrip("-")
-    if not problem.is_unknown or name == "procs" or resolve(OF_TRAIN, name.removeprefix("no-")) is None:
+    if not problem.is_unknown or name == "procs" or resolve(TRAIN_OPTIONS, name.removeprefix("no-")) is None:
         return problem  # `--procs` is `--procs-per-node` here
     option = " ".join(filter(None, [problem.where, problem.given]))
     hint = f"it is one of `paceline train`, and belongs behind the two dashes: `{PROG} ... -- train TASK {option}`"
@@ -398,14 +398,12 @@ def _option(name: str, value: str) -> list[str]:
 
 def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
     """Return the settings that `paceline train` would read from these words, and a short name of the task."""
-    from paceline.cli import train
-    from paceline.config.train_command import POSITIONAL as OF_TRAIN
-    from paceline.config.train_command import take_task, task_settings, train_options
+    from paceline.train import command as train
     from paceline.train.find_task import find_task
 
     name, rest = take_task(words)
     if name is None:
-        load(train.OPTIONS, words, prog=train.PROG, positional=OF_TRAIN)  # says what is missing
+        load(TRAIN_OPTIONS, words, prog=train.PROG, positional=OF_TRAIN)  # says what is missing
     assert name is not None
     task_class = find_task(name)
     options = load(train_options(task_class.Settings), [name, *rest], prog=train.PROG, positional=OF_TRAIN)
