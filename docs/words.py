@@ -67,11 +67,12 @@ def of_messages() -> Iterator[str]:
 
 
 def of_code() -> set[str]:
-    """Return every text of the code without the names of its fields; of docstrings also the first line."""
+    """Return every text of the code, as it is and without the names of its fields; of docstrings also the first line."""
     texts = {template(node) for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.expr)}
     lines = {text.strip().partition("\n")[0] for text in texts}
     of_errors = {str(vars(error).get(name, "")) for error in errors() for name in NAMES}
-    return {skeleton(text) for text in texts | lines | of_errors | UNITS}
+    every = texts | lines | of_errors | UNITS
+    return {*every, *map(skeleton, every)}
 
 
 def errors() -> Iterator[type[PacelineError]]:
@@ -121,8 +122,15 @@ def missing(wanted: Iterator[str] | Sequence[str], table: Table) -> list[str]:
 
 
 def stale(texts: set[str], table: Table) -> list[str]:
-    """Return the keys of a table that are not among the texts of the code."""
-    return [text for kind in table.values() for text in kind if skeleton(text) not in texts]
+    """Return the keys of a table that are not among the texts of the code, or in one of them."""
+    unlike = [text for kind in table.values() for text in kind if skeleton(text) not in texts]
+    return [text for text in unlike if not any(map(pattern(text).search, texts))]
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """Return a pattern of texts that a template may be filled in as."""
+    parsed = string.Formatter().parse(text)
+    return re.compile("".join(re.escape(literal) + ("" if name is None else ".*") for literal, name, *_ in parsed))
 
 
 def misfits(table: Table) -> list[str]:
