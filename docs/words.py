@@ -67,7 +67,7 @@ def of_messages() -> Iterator[str]:
 
 
 def of_code() -> set[str]:
-    """Return every text of the code, as it is and without the names of its fields; of docstrings also the first line."""
+    """Return every text of the code, as it is and without the names of its fields, and first lines of docstrings."""
     texts = {template(node) for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.expr)}
     lines = {text.strip().partition("\n")[0] for text in texts}
     of_errors = {str(vars(error).get(name, "")) for error in errors() for name in NAMES}
