@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.core.language import ENGLISH, language, said, speaking
+from paceline.core.language import ENGLISH, language, speaking, table
 
 sys.path.insert(0, str(Path(__file__).parent))
 import translate  # beside this file
@@ -31,7 +31,7 @@ def text(english: str) -> str:
     if english in own:
         asked.add(english)
         return own[english]
-    translation = said(english)
+    translation = table(language()).get(english, english)
     if translation == english:
         asked.add(english)
     return translation

@@ -1,107 +1,37 @@
 """Paceline trains PyTorch models at the speed of the hardware and gives the same answer everywhere.
 
-Names are loaded on first use, so that `paceline --help` does not wait for torch.
+Names are loaded on first use, so that `paceline --help` does not wait for torch; `__init__.pyi` says where each is.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+import re
+from pathlib import Path
+from typing import Any
 
-from paceline.core.amx import avoid_undescribed
 from paceline.core.version import VERSION
 
-if TYPE_CHECKING:
-    from paceline.cli.average import Averaged as Averaged
-    from paceline.cli.average import average as average
-    from paceline.config.settings import TrainConfig as TrainConfig
-    from paceline.core.errors import PacelineError as PacelineError
-    from paceline.data.collate import pad_collate as pad_collate
-    from paceline.data.grain import Batch as Batch
-    from paceline.data.grain import Grain as Grain
-    from paceline.data.packed.dataset import PackedDataset as PackedDataset
-    from paceline.lab.compare.command import compare as compare
-    from paceline.lab.compare.comparison import Comparison as Comparison
-    from paceline.lab.predict.api import predict as predict
-    from paceline.lab.predict.prediction import Prediction as Prediction
-    from paceline.lab.sweep.api import sweep as sweep
-    from paceline.lab.sweep.outcome import SweepResult as SweepResult
-    from paceline.observe.callback import Callback as Callback
-    from paceline.observe.callback import Watcher as Watcher
-    from paceline.train.engine import Engine as Engine
-    from paceline.train.fit import fit as fit
-    from paceline.train.load import load as load
-    from paceline.train.metrics import Gathered as Gathered
-    from paceline.train.result import Result as Result
-    from paceline.train.task import Accelerates as Accelerates
-    from paceline.train.task import Exports as Exports
-    from paceline.train.task import HasLengths as HasLengths
-    from paceline.train.task import HasStages as HasStages
-    from paceline.train.task import ReadsInputs as ReadsInputs
-    from paceline.train.task import ReadsModels as ReadsModels
-    from paceline.train.task import ReadsWeights as ReadsWeights
-    from paceline.train.task import Recordable as Recordable
-    from paceline.train.task import Reports as Reports
-    from paceline.train.task import SavesState as SavesState
-    from paceline.train.task import ShowsSamples as ShowsSamples
-    from paceline.train.task import Stage as Stage
-    from paceline.train.task import StepsSchedulers as StepsSchedulers
-    from paceline.train.task import StreamsInputs as StreamsInputs
-    from paceline.train.task import Task as Task
-    from paceline.world.discover.environment import World as World
-
 __version__ = VERSION
-avoid_undescribed()  # before oneDNN, which asks once, computes anything
 
-_HOMES = {
-    "average": "paceline.cli.average",
-    "Averaged": "paceline.cli.average",
-    "compare": "paceline.lab.compare.command",
-    "Comparison": "paceline.lab.compare.comparison",
-    "load": "paceline.train.load",
-    "predict": "paceline.lab.predict.api",
-    "Prediction": "paceline.lab.predict.prediction",
-    "sweep": "paceline.lab.sweep.api",
-    "SweepResult": "paceline.lab.sweep.outcome",
-    "PacelineError": "paceline.core.errors",
-    "TrainConfig": "paceline.config.settings",
-    "pad_collate": "paceline.data.collate",
-    "Batch": "paceline.data.grain",
-    "Grain": "paceline.data.grain",
-    "PackedDataset": "paceline.data.packed.dataset",
-    "Callback": "paceline.observe.callback",
-    "Watcher": "paceline.observe.callback",
-    "Engine": "paceline.train.engine",
-    "fit": "paceline.train.fit",
-    "Gathered": "paceline.train.metrics",
-    "Stage": "paceline.train.task",
-    "Task": "paceline.train.task",
-    "Result": "paceline.train.result",
-    "HasStages": "paceline.train.task",
-    "HasLengths": "paceline.train.task",
-    "SavesState": "paceline.train.task",
-    "StepsSchedulers": "paceline.train.task",
-    "Reports": "paceline.train.task",
-    "ShowsSamples": "paceline.train.task",
-    "ReadsInputs": "paceline.train.task",
-    "StreamsInputs": "paceline.train.task",
-    "ReadsWeights": "paceline.train.task",
-    "ReadsModels": "paceline.train.task",
-    "Exports": "paceline.train.task",
-    "Accelerates": "paceline.train.task",
-    "Recordable": "paceline.train.task",
-    "World": "paceline.world.discover.environment",
-}
-__all__ = sorted(_HOMES)
+
+@functools.cache
+def _modules() -> dict[str, str]:
+    """Return the public names, and the module of each."""
+    stub = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    return {name: module for module, name in re.findall(r"^from ([\w.]+) import (\w+) as", stub, re.MULTILINE)}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "__all__":
+        return sorted(_modules())
+    if name.startswith("_") or name not in _modules():
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_modules()[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_modules()})

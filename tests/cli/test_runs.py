@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from paceline.cli import runs as command
 from paceline.cli.diff import differences
 from paceline.cli.main import main
-from paceline.cli.runs import RunLine, table
 from paceline.core.run_folder import RunRecord
+from paceline.observe import run_table
 from paceline.observe.journal import read
+from paceline.observe.run_table import RunLine, table
 
 TOWER = f"{Path(__file__).parent / 'own_settings.py'}:Tower"
 QUICK = ["--device", "cpu", "--threads", "1", "--global-batch", "4", "--loggers", "none", "--progress", "none"]
@@ -171,7 +171,7 @@ def test_a_run_that_goes_on_says_how_far_it_is(
     look = {"kind": "progress", "step": 1, "epoch": 2, "epochs": 400, "done": 0.005, "left_s": 7200.0, "time": 1000.0}
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(look) + "\n")
-    monkeypatch.setattr(command.time, "time", lambda: 1060.0)
+    monkeypatch.setattr(run_table.time, "time", lambda: 1060.0)
     capsys.readouterr()
     with (tmp_path / "a" / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.run_path import NotAName, WhichRun, run_folder
+from paceline.config.run_path import run_folder
 from paceline.config.settings import RunSettings
+from paceline.core.errors import InvalidSetting
 
 
 def folder(*taken: str, **settings: object) -> str:
@@ -33,8 +34,8 @@ def test_a_run_that_goes_on_keeps_its_folder() -> None:
 
 
 def test_what_cannot_be_decided() -> None:
-    with pytest.raises(WhichRun):
+    with pytest.raises(InvalidSetting, match="needs to know the run"):
         folder(resume="auto")
     for name in ("/etc", "../up", ""):
-        with pytest.raises(NotAName):
+        with pytest.raises(InvalidSetting, match="is a path, not a name"):
             folder(exp_name=name)

@@ -11,26 +11,38 @@ import pytest
 
 from paceline.core import amx
 
-WITH = frozenset({"avx512f", "amx_tile", "amx_bf16"})
-
-
-ABSENT = (0, 0, 0, 0)
-
 
 @pytest.mark.parametrize(
-    ("variable", "flags", "tiles", "expected"),
+    ("variable", "flags", "is_undescribed", "expected"),
     [
-        (None, WITH, ABSENT, amx.WITHOUT_AMX),
-        ("AVX2", WITH, ABSENT, None),  # who has set it keeps it
-        (None, WITH, (0x04002000, 0x00080040, 0x10, 0), None),  # a Sapphire Rapids as Intel's manual has it
-        (None, WITH, None, None),
-        (None, frozenset({"avx2"}), ABSENT, None),
+        (None, {"amx_tile", "amx_bf16"}, True, amx.WITHOUT_AMX),
+        ("AVX2", {"amx_tile", "amx_bf16"}, True, "AVX2"),  # the user's choice stays
+        (None, {"amx_tile", "amx_bf16"}, False, None),
+        (None, {"avx2"}, True, None),
     ],
 )
 def test_tiles_without_sizes(
-    variable: str | None, flags: frozenset[str], tiles: tuple[int, ...] | None, expected: str | None
+    variable: str | None, flags: set[str], is_undescribed: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert amx.wanted(variable, flags, tiles) == expected
+    monkeypatch.setattr(amx, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(amx, "is_undescribed", lambda: is_undescribed)
+    monkeypatch.setenv(amx.VARIABLE, variable or "")
+    if variable is None:
+        monkeypatch.delenv(amx.VARIABLE)
+    amx.avoid_undescribed.__wrapped__()
+    assert os.environ.get(amx.VARIABLE) == expected
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="CPUID is of x86")
+def test_the_child_reads_what_this_process_reads() -> None:
+    tiles = amx.cpuid(0x1D, 1)
+    assert amx.is_undescribed() == (tiles is not None and not any(tiles))
+
+
+def test_importing_paceline_changes_no_variable() -> None:
+    program = "import os; before = dict(os.environ); import paceline; print(dict(os.environ) == before)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "True")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="CPUID is of x86")
@@ -58,10 +70,11 @@ def test_what_is_avoided(flags: set[str], variable: str, expected: bool, monkeyp
 
 
 def test_products_in_bf16_do_not_end_the_process() -> None:
-    """As a user would: torch and paceline are imported, and a product in bf16 is computed; fails on such a machine
-    without the guard (SIGILL)."""
+    """Without the guard the child ends by SIGILL on such a machine."""
     program = (
-        "import torch, paceline\n"
+        "import torch\n"
+        "from paceline.speed.precision import capabilities\n"
+        "capabilities(torch.device('cpu'))\n"
         "x = torch.randn(64, 64, dtype=torch.float32).to(torch.bfloat16)\n"
         "print(float((x @ x).float().sub(x.float() @ x.float()).abs().max()) < 1)\n"
     )

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import PacelineError
-from paceline.core.language import ENGLISH, can_be_written, language, language_of, phrase, said, speaking
-from paceline.core.run_folder import NotARun, RunBusy, RunExists
+from paceline.core.errors import NotFound, PacelineError
+from paceline.core.language import ENGLISH, can_be_written, language, language_of, speaking, translate
+from paceline.core.run_folder import RunBusy, RunExists
 
 
 class _Nested(PacelineError):
     why: PacelineError
     times: int
-    sentence = "there is no such thing, {times:#time}: {why}"
+    sentence = "an example failed {times:#time}: {why}"
     hint = "keep one of them"
 
 
@@ -38,48 +38,53 @@ def test_the_variable_wins_over_the_locale(environment: dict[str, str], expected
     assert language_of(environment) == expected
 
 
-def test_a_text_without_a_translation_is_said_in_english(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_a_translation_stays_english(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_LANG", "zh")
-    assert said("nobody has written this down") == "nobody has written this down"
-    assert said("is missing") == "缺失"
+    assert translate("the table lacks this text") == "the table lacks this text"
+    assert translate("is missing") == "缺失"
     monkeypatch.setenv("PACELINE_LANG", "en")
-    assert said("is missing") == "is missing"
+    assert translate("is missing") == "is missing"
 
 
-def test_an_error_speaks_to_its_reader_and_is_recorded_in_english() -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("needs 1 value", "需要 1 个值"),  # a number with its noun
+        ("needs 1,024 values", "需要 1,024 个值"),
+        ("needs many values", "needs many values"),
+        ("runs/a is being trained by process 5", "runs/a 正由 process 5 训练"),
+        ("runs/a is not a run: it is a file", "runs/a 不是运行：它是文件"),  # a field is translated in turn
+        ("did you mean step?", "是否想输入 step？"),  # a single word is a name
+        ("--lr abc: is missing", "--lr abc: 缺失"),  # what is joined is translated by itself
+        ("  --lr abc: is missing\n    did you mean lr?\n", "  --lr abc: 缺失\n    是否想输入 lr？\n"),
+        ("", ""),
+    ],
+)
+def test_a_filled_template_is_translated(text: str, expected: str) -> None:
+    with speaking("zh"):
+        assert translate(text) == expected
+
+
+def test_an_error_is_recorded_in_english_and_shown_in_the_readers_language() -> None:
     with speaking("zh"):
         error = RunExists("runs/a")
-        assert str(error) == "runs/a 中已有一个运行"
-        assert error.hint == "加上 `--resume auto` 继续它，或选择另一个 `--out`"
-        again = pickle.loads(pickle.dumps(error))
-        assert str(again) == str(error)
-        with speaking(ENGLISH):
-            assert str(error) == str(again) == "runs/a holds a run already"
+        shown = "错误：runs/a 中已有一个运行\n  加上 `--resume auto` 继续它，或选择另一个 `--out`"
+        assert error.rendered() == pickle.loads(pickle.dumps(error)).rendered() == shown
+        assert str(error) == "runs/a holds a run already"
+        assert error.args == ("runs/a holds a run already",)
     assert language() == ENGLISH
-    assert str(error) == "runs/a holds a run already"
-    assert error.args == ("runs/a holds a run already",)
+    assert error.rendered() == f"error: {error}\n  {error.hint}"
 
 
-def test_an_error_inside_of_another_is_recorded_in_english_too() -> None:
+def test_an_error_raised_with_its_sentence_is_translated_by_the_words_of_it() -> None:
     with speaking("zh"):
-        error = _Nested(RunBusy("runs/a", "process 5"), 2)
-        assert str(error) == "there is no such thing, 2 times: runs/a 正由 process 5 训练"
-        assert error.hint == "只保留其中一个"
-    assert str(error) == "there is no such thing, 2 times: runs/a is being trained by process 5"
+        assert NotFound("there is no command 'tran'").rendered() == "错误：没有命令 'tran'"
 
 
-def test_words_in_a_field_are_english_and_said_with_their_sentence() -> None:
-    why = phrase("cannot be read: {why}", why=phrase("there is no such file"))
-    assert why == "cannot be read: there is no such file"
+def test_an_error_inside_another_is_translated_too() -> None:
     with speaking("zh"):
-        assert f"{why}" == "无法读取：没有这个文件"
-        assert str(why) == "cannot be read: there is no such file"
-        assert pickle.loads(pickle.dumps(why)) == str(why)
-        error = NotARun("runs/a", phrase("it is a file"))
-        assert str(error) == "runs/a 不是运行：它是文件"
-        assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert str(error) == "runs/a is not a run: it is a file"
-    assert error.why == "it is a file"
+        shown = _Nested(RunBusy("runs/a", "process 5"), 2).rendered()
+    assert shown == "错误：an example failed 2 times: runs/a 正由 process 5 训练\n  只保留其中一个"
 
 
 @pytest.mark.parametrize(
@@ -102,10 +107,10 @@ def test_a_broken_manifest_is_told_in_chinese(tmp_path: Path) -> None:
         read_manifests(str(file))
     error = caught.value
     with speaking("zh"):
-        assert "中有 2 行不能使用" in str(error)
-        assert '缺少 "duration"' in str(error)
-        assert "不是 JSON" in str(error)
-        assert error.hint.startswith("请修正它们")
-    with speaking("en"):
-        assert "2 bad lines in" in str(error)
-        assert '"duration" is missing' in str(error)
+        shown = error.rendered()
+        assert "中有 2 行不能使用" in shown
+        assert '缺少 "duration"' in shown
+        assert "不是 JSON" in shown
+        assert "请修正它们" in shown
+    assert "2 bad lines in" in str(error)
+    assert '"duration" is missing' in str(error)

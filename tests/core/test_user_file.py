@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import Conflict, NotFound
 from paceline.core.user_file import (
-    NoSuchClass,
-    TrainsOnImport,
     UserFileFails,
     class_from_file,
     code_of,
@@ -27,10 +26,10 @@ def test_a_class_is_found_by_file_and_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from tests.core.test_user_file import Base\nclass Mine(Base): pass\nclass Other: pass\n")
     assert class_from_file("thing", f"{file}:Mine", Base).__name__ == "Mine"
-    with pytest.raises(NoSuchClass, match="there is no thing") as error:
+    with pytest.raises(NotFound, match="there is no thing") as error:
         class_from_file("thing", f"{file}:Other", Base)
     assert error.value.hint == "there: Mine"
-    with pytest.raises(NoSuchClass) as error:
+    with pytest.raises(NotFound) as error:
         class_from_file("thing", f"{tmp_path / 'none.py'}:Mine", Base)
     assert error.value.hint == "give it as path/to/file.py:ClassName"
 
@@ -107,9 +106,9 @@ def test_the_program_itself_is_not_run_again(tmp_path: Path, monkeypatch: pytest
 def test_a_file_that_trains_when_it_is_imported_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "trains.py"
     file.write_text("import paceline\npaceline.fit(paceline.Task(), epochs=1)\n")
-    with pytest.raises(TrainsOnImport, match="trains.py calls paceline.fit while it is imported"):
+    with pytest.raises(Conflict, match="trains.py calls paceline.fit while it is imported"):
         import_file(file, "thing")
     file.write_text("import paceline\npaceline.sweep('digits', {'lr': '1:2'}, epochs=1)\n")
-    with pytest.raises(TrainsOnImport, match="trains.py calls paceline.sweep while it is imported"):
+    with pytest.raises(Conflict, match="trains.py calls paceline.sweep while it is imported"):
         import_file(file, "thing")
     refuse_on_import("paceline.fit")  # nothing is left of it

@@ -17,19 +17,17 @@ from paceline.config import messages
 from paceline.config.command_line import Typed, dashed, read_words
 from paceline.config.load import load
 from paceline.config.parse import Given
-from paceline.config.plugin_name import RECORDED
 from paceline.config.problems import WORDS, SettingsInvalid
 from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.cloud.address import Place, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.errors import Conflict, NotFound, NotInstalled, PacelineError
+from paceline.core.errors import Conflict, PacelineError
 from paceline.core.language import phrase
 from paceline.core.paths import near
-from paceline.core.plugins import are_enabled
-from paceline.core.plugins import names as plugin_names
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
 from paceline.core.terminal import emit, tell
 from paceline.train.find_task import recipe_of_model
+from paceline.train.recorded import SettingsOutdated, settings_of, task_of
 from paceline.world.discover.procs import check_procs
 
 if TYPE_CHECKING:
@@ -95,29 +93,6 @@ def data_twice(data: str, inputs: Sequence[str]) -> Conflict:
     """Return the error of `--data` besides files."""
     files = f"{' '.join(inputs[:3])}{' ...' * (len(inputs) > 3)}"
     return Conflict(f"both `--data {data}` and {files} are given", hint="give one of them")
-
-
-class TaskGone(PacelineError):
-    """The task that a run was made with is not where it was."""
-
-    run: Path
-    spec: str
-    why: Exception
-    sentence = "{run} was made with the task {spec}, which cannot be loaded: {why}"
-    hint = "put it back, or say where it is now with `--task path/to/file.py:ClassName`"
-
-
-class SettingsOutdated(PacelineError):
-    """The task of today does not take the settings of the run."""
-
-    run: Path
-    error: ValidationError
-    sentence = "settings of {run} are no settings of its task:\n{problems}"
-    hint = "use the task and the version of Paceline that the run was made with"
-
-    @property
-    def problems(self) -> str:
-        return "\n".join(f"  {'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in self.error.errors())
 
 
 def run(argv: Sequence[str]) -> int:
@@ -293,45 +268,6 @@ def _wrong_options(task: Task, typed: Mapping[str, Any], error: ValidationError,
     by_field = messages.problems(error, task.Settings, given)
     problems = [*by_field.values(), *messages.across(error, task.Settings, given, set(by_field))]
     return SettingsInvalid(problems, prog)
-
-
-def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:
-    """Return the task of a run: from where the record names it, or from where the user says that it is now."""
-    from paceline.train.find_task import UnknownTask, load_task
-
-    if spec_now is not None:
-        return load_task(spec_now)
-    spec = str(record.task)
-    try:
-        return load_task(spec)
-    except UnknownTask as error:
-        plugin = next((each for each in record.plugins if each.get("group") == "recipes"), None)
-        if plugin is not None:
-            recipe = plugin.get("name", spec)
-            if recipe in plugin_names("recipes"):  # `paceline.fit` recorded its class
-                return load_task(recipe)
-            package, version = plugin.get("package", ""), plugin.get("version", "")
-            raise NotInstalled(
-                f"{run} was made with the recipe {recipe!r} of {package} {version}, which is not installed",
-                hint=f"`pip install {package}=={version}`" if are_enabled() else "leave out `--no-plugins`",
-            ) from error
-        if ":" not in spec:
-            raise NotFound(
-                f"{run} was made by paceline.fit with the task {spec}, whose place is unknown: it was defined in a "
-                "notebook or a function, takes arguments, or the run is of an earlier version",
-                hint=f"add `--task path/to/file.py:{spec}`, or in Python paceline.load(run, task={spec}(...))",
-            ) from None
-        raise TaskGone(run, spec, error) from error
-
-
-def settings_of(task: Task, run: Path, values: Mapping[str, Any]) -> TrainConfig:
-    """Recorded settings, as those of the task of today."""
-    names = {values.get("optimizer"), values.get("schedule"), *(values.get("loggers") or ())}
-    try:
-        # Plugins that are only for training need not be here.
-        return task.Settings.model_validate(values, context={RECORDED: names})
-    except ValidationError as error:
-        raise SettingsOutdated(run, error) from error
 
 
 def _sets(spec: str) -> Mapping[str, Any]:

@@ -37,10 +37,10 @@ OPTIONS, POSITIONAL = ExportOptions, ("run", "folder")
 
 def run(argv: Sequence[str]) -> int:
     options = load(ExportOptions, argv, prog=PROG, positional=POSITIONAL)
-    from paceline.cli.eval import settings_of, task_of
     from paceline.core.cloud.file_copy import send
     from paceline.train import apply, exchange
     from paceline.train.load import load as load_model
+    from paceline.train.recorded import settings_of, task_of
     from paceline.train.task import Exports, export
     from paceline.world.discover.environment import discover
     from paceline.world.start import start

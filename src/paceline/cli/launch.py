@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ from paceline.config.command_line import dashed
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.settings import Positive, PositiveFloat, Section
+from paceline.config.train_command import failure_problems
 from paceline.world.discover.environment import MeetingPointUnknown, World, discover, world_of
 from paceline.world.discover.machines import find_machine
 
@@ -77,19 +78,6 @@ class LaunchOptions(Section):
 
 
 OPTIONS, POSITIONAL = LaunchOptions, ()
-
-
-class RulesOfFailure(Protocol):
-    """Options of `launch` and `train` that say what the death of a rank means."""
-
-    @property
-    def on_failure(self) -> str: ...
-
-    @property
-    def max_restarts(self) -> int: ...
-
-    @property
-    def min_ranks(self) -> int: ...
 
 
 def run(argv: Sequence[str]) -> int:
@@ -228,17 +216,6 @@ def _load(option_words: list[str], command: list[str], around: World) -> LaunchO
     if wrong:
         raise SettingsInvalid(wrong, PROG)
     return options
-
-
-def failure_problems(options: RulesOfFailure) -> list[Problem]:
-    """Return what is wrong between the options that say what a death means."""
-    if options.on_failure == "stop" and options.max_restarts:
-        hint = "leave one of them out"
-        return [Problem("--max-restarts", "nobody is started again with `--on-failure stop`", hint)]
-    if options.on_failure != "continue" and options.min_ranks > 1:
-        hint = f"leave out `--on-failure {options.on_failure}`, or this one"
-        return [Problem("--min-ranks", "is for ranks that go on when others die", hint, str(options.min_ranks))]
-    return []
 
 
 def _ray_problems(options: LaunchOptions) -> list[Problem]:

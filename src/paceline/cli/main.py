@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.language import ENGLISH, VARIABLE, can_be_written, said
+from paceline.core.language import ENGLISH, VARIABLE, can_be_written, translate
 from paceline.core.terminal import tell, warn
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         process_ends_with_run()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are no UTF-8 are printed as they are
-    if not can_be_written(said("error: "), sys.stdout.encoding, sys.stderr.encoding):
+    if not can_be_written(translate("error: "), sys.stdout.encoding, sys.stderr.encoding):
         os.environ[VARIABLE] = ENGLISH
     if words and words[0].startswith("--local"):
         from paceline.core.errors import PacelineError
@@ -131,11 +131,10 @@ def _command(words: list[str]) -> int:
     known = command_names()
     if words[0] not in known:
         nearest = difflib.get_close_matches(words[0], known, n=1)
-        meant = said("did you mean `paceline {name}`?").format(name=nearest[0] if nearest else "")
-        hint = meant if nearest else said("commands: {names}").format(names=", ".join(known))
-        what = said("there is no command {name!r}").format(name=words[0])
-        warn(f"{said('error: ')}{what}\n  {hint}\n")
-        return 2
+        from paceline.core.errors import NotFound
+
+        hint = f"did you mean `paceline {nearest[0]}`?" if nearest else f"commands: {', '.join(known)}"
+        return _mistake(NotFound(f"there is no command {words[0]!r}", hint=hint))
     return _run(words[0], words[1:])
 
 
@@ -171,17 +170,17 @@ def _drop_output() -> None:
 
 
 def _mistake(error: PacelineError) -> int:
-    warn(f"{said('error: ')}{error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+    warn(f"{error.rendered()}\n")
     return error.exit_code
 
 
 def _help() -> str:
-    lines = [f"  {name:<12}{said(what)}" for name, what in command_table()]
+    lines = [f"  {name:<12}{translate(what)}" for name, what in command_table()]
     more = [
-        said("`paceline COMMAND --help` lists a command's options"),
-        said("`--no-plugins` leaves out what other packages add"),
+        translate("`paceline COMMAND --help` lists a command's options"),
+        translate("`--no-plugins` leaves out what other packages add"),
     ]
-    return "\n".join([said("usage: paceline COMMAND [OPTIONS]"), "", *lines, "", *more, ""])
+    return "\n".join([translate("usage: paceline COMMAND [OPTIONS]"), "", *lines, "", *more, ""])
 
 
 def command_table() -> Iterator[tuple[str, str]]:

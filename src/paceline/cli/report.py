@@ -14,7 +14,7 @@ from paceline.config.load import load
 from paceline.config.settings import Section
 from paceline.core.cloud.address import Place
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting
 from paceline.core.paths import near
 from paceline.core.terminal import tell
 from paceline.observe.report.write import PAGE, write_report
@@ -44,17 +44,10 @@ class ReportOptions(Section):
 OPTIONS, POSITIONAL = ReportOptions, ("runs",)
 
 
-class NoRunGiven(PacelineError):
-    """No run is named."""
-
-    sentence = "a report of which run?"
-    hint = "`paceline report runs/NAME`; `paceline runs` lists runs"
-
-
 def run(argv: Sequence[str]) -> int:
     options = load(ReportOptions, argv, prog="paceline report", positional=POSITIONAL)
     if not options.runs:
-        raise NoRunGiven
+        raise InvalidSetting("a report of which run?", hint="`paceline report runs/NAME`; `paceline runs` lists runs")
     for folder in options.runs:
         bring_run(folder)
     if options.watch:

@@ -21,7 +21,7 @@ from paceline.config.aliases import SHORT
 from paceline.config.parse import is_flag, item, length, section, sequence, variants
 from paceline.config.plugin_name import all_choices, group_of
 from paceline.config.sections import Option, Part, parts
-from paceline.core.language import ENGLISH, language, said
+from paceline.core.language import ENGLISH, language, translate
 
 _ANY_NAME = ConfigDict(protected_namespaces=())  # such as `model_size`, of which older versions of pydantic warn
 
@@ -146,16 +146,17 @@ def _translated(
 ) -> Iterator[str]:
     groups = _all_parts(model, hidden)
     words = [_words(option, True) for part in groups for option in part.options if option.name in positional]
-    yield " ".join([said("usage:"), prog, "[-h]", said("[OPTIONS]"), *words]) + "\n"
-    yield "\n".join(wrapped(said(" ".join(_about(model).split())), width)) + "\n"
+    yield " ".join([translate("usage:"), prog, "[-h]", translate("[OPTIONS]"), *words]) + "\n"
+    yield "\n".join(wrapped(translate(" ".join(_about(model).split())), width)) + "\n"
     places = [option for part in groups for option in part.options if option.name in positional]
     if places:
-        yield _box(said("positional arguments"), "", [(_words(each, True), _meaning(each)) for each in places], width)
-    yield _box(said("options"), "", [("-h, --help", said("show this help message and exit"))], width)
+        rows = [(_words(each, True), _meaning(each)) for each in places]
+        yield _box(translate("positional arguments"), "", rows, width)
+    yield _box(translate("options"), "", [("-h, --help", translate("show this help message and exit"))], width)
     for part in groups:
         rows = [(_words(each, False), _meaning(each)) for each in part.options if each.name not in positional]
         if rows:
-            yield _box(said("{section} options").format(section=part.name), said(part.about), rows, width)
+            yield _box(translate("{section} options").format(section=part.name), translate(part.about), rows, width)
 
 
 def _words(option: Option, is_positional: bool) -> str:
@@ -171,8 +172,8 @@ def _words(option: Option, is_positional: bool) -> str:
 
 
 def _meaning(option: Option) -> str:
-    default = said("(default: {value})").format(value=_shown(option.default))
-    about, end = said(option.about), said("(required)") if option.is_required else default
+    default = translate("(default: {value})").format(value=_shown(option.default))
+    about, end = translate(option.about), translate("(required)") if option.is_required else default
     return f"{about}{'' if end.startswith('（') else ' '}{end}"
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from paceline.config.aliases import MEANT
 from paceline.core.errors import PacelineError
-from paceline.core.language import said
 from paceline.core.secrets import MASK, is_secret, masked
 
 Place = tuple[int, int]
@@ -40,7 +39,7 @@ class Problem:
         name = re.split(r"[\s:]+", self.where)[-1].lstrip("-")
         given = MASK if is_secret(name, self.given) else masked(self.given)
         what = " ".join(filter(None, [self.where, given]))
-        return said("{where}: {what}").format(where=what, what=said(self.what))
+        return f"{what}: {self.what}"
 
 
 class SettingsInvalid(PacelineError):
@@ -55,25 +54,23 @@ class SettingsInvalid(PacelineError):
     def text(self) -> str:
         if len(self.problems) == 1:
             return str(self.problems[0])
-        head = said("{number} mistakes in the settings of `{prog}`")
-        lines = [head.format(number=len(self.problems), prog=self.prog)]
+        lines = [f"{len(self.problems)} mistakes in the settings of `{self.prog}`"]
         for problem in self.problems:
             lines.append(f"  {problem}")
             if problem.hint:
-                lines.append(_indented(said(problem.hint), "    "))
+                lines.append(_indented(problem.hint, "    "))
         return "\n".join(lines)
 
     @property
     def advice(self) -> str:
-        only = said(self.problems[0].hint) if len(self.problems) == 1 else ""
-        every = said("`{prog} --help` lists all options").format(prog=self.prog)
-        return _indented(only, "  ").lstrip() if only else every
+        only = self.problems[0].hint if len(self.problems) == 1 else ""
+        return _indented(only, "  ").lstrip() if only else f"`{self.prog} --help` lists all options"
 
 
 def first_lines(lines: Sequence[object], most: int, total: int | None = None, margin: str = "  ") -> list[str]:
     """Return the first `most` lines, and one with the number of the rest; `total` counts those not in `lines`, too."""
     total = len(lines) if total is None else total
-    more = [margin + said("... and {number:,} more").format(number=total - most)] if total > most else []
+    more = [margin + f"... and {total - most:,} more"] if total > most else []
     return [*(f"{margin}{line}" for line in lines[:most]), *more]
 
 

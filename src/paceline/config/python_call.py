@@ -12,7 +12,7 @@ from paceline.config.aliases import aliases_of
 from paceline.config.parse import Given
 from paceline.config.problems import NOWHERE, Problem, SettingsInvalid, nearest
 from paceline.config.settings import Section
-from paceline.core.errors import PacelineError
+from paceline.core.errors import WrongType
 from paceline.core.language import said
 
 S = TypeVar("S", bound=Section)
@@ -25,33 +25,6 @@ class CallInvalid(SettingsInvalid, ValueError):
     def advice(self) -> str:
         only = said(self.problems[0].hint) if len(self.problems) == 1 else ""
         return only or said("docs/options.md lists all settings")
-
-
-class NotSettings(PacelineError, TypeError):
-    """Something else where an object with settings belongs."""
-
-    call: str
-    value: Any
-    wanted: str
-    sentence = "`config` of {call} is {what}, not {wanted}"
-    hint = "give the settings by name, `epochs=3, lr=0.1` (of a dictionary: `**settings`), or make a {wanted} of them"
-
-    @property
-    def what(self) -> str:
-        return kind_of(self.value)
-
-
-class SettingsTwice(PacelineError, TypeError):
-    """Settings by name beside an object that has all of them."""
-
-    call: str
-    names: list[str]
-    sentence = "{call} was given `config` and also {listed}, which would have no effect"
-    hint = "put them into `config`, or leave it out"
-
-    @property
-    def listed(self) -> str:
-        return ", ".join(f"`{name}`" for name in self.names)
 
 
 def kind_of(value: object) -> str:
@@ -68,9 +41,17 @@ def settings_or_config(
     if config is None:
         return settings_of_call(model, values, call, more=("config", *more))
     if not isinstance(config, model):
-        raise NotSettings(call, config, model.__name__)
+        raise WrongType(
+            f"`config` of {call} is {kind_of(config)}, not {model.__name__}",
+            hint="give the settings by name, `epochs=3, lr=0.1` (of a dictionary: `**settings`), or make a "
+            f"{model.__name__} of them",
+        )
     if values:
-        raise SettingsTwice(call, list(values))
+        listed = ", ".join(f"`{name}`" for name in values)
+        raise WrongType(
+            f"{call} was given `config` and also {listed}, which would have no effect",
+            hint="put them into `config`, or leave it out",
+        )
     return config
 
 

@@ -6,23 +6,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from paceline.config.settings import RunSettings
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting
 from paceline.core.run_folder import RECORD
-
-
-class WhichRun(PacelineError):
-    """`--resume auto` without a run to resume."""
-
-    sentence = "`--resume auto` needs to know the run"
-    hint = "add `--out FOLDER`, the run's folder, or `--exp-name NAME`; `paceline runs` lists runs"
-
-
-class NotAName(PacelineError):
-    """A run's name that would lead out of the folder of runs."""
-
-    name: str
-    sentence = "--exp-name {name}: is a path, not a name"
-    hint = "type a name such as `quartznet-a`; `--runs-dir` says where it goes, `--out` names any folder"
 
 
 def run_folder(settings: RunSettings, *, task: str, moment: str, exists: Callable[[Path], bool]) -> Path:
@@ -35,11 +20,17 @@ def run_folder(settings: RunSettings, *, task: str, moment: str, exists: Callabl
     if settings.exp_name is not None:
         pure = PurePath(settings.exp_name)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-            raise NotAName(settings.exp_name)
+            raise InvalidSetting(
+                f"--exp-name {settings.exp_name}: is a path, not a name",
+                hint="type a name such as `quartznet-a`; `--runs-dir` says where it goes, `--out` names any folder",
+            )
         named = settings.runs_dir / settings.exp_name
         return named if settings.resume == "auto" else _unused(named, exists)
     if settings.resume == "auto":
-        raise WhichRun
+        raise InvalidSetting(
+            "`--resume auto` needs to know the run",
+            hint="add `--out FOLDER`, the run's folder, or `--exp-name NAME`; `paceline runs` lists runs",
+        )
     if isinstance(settings.resume, Path):
         run = settings.resume.resolve().parent.parent
         if exists(run / RECORD):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, create_model
 
 from paceline.config.command_line import read_words
+from paceline.config.problems import Problem
 from paceline.config.settings import Section, TrainConfig
 from paceline.core import plugins
 
@@ -67,3 +68,27 @@ def take_task(words: Sequence[str], options: type[Section] = TRAIN_OPTIONS) -> t
 
 def _looks_like_task(word: str) -> bool:
     return re.search(r"\.py:\w+$", word) is not None or word in plugins.names("recipes")
+
+
+class RulesOfFailure(Protocol):
+    """Options of `launch` and `train` that say what the death of a rank means."""
+
+    @property
+    def on_failure(self) -> str: ...
+
+    @property
+    def max_restarts(self) -> int: ...
+
+    @property
+    def min_ranks(self) -> int: ...
+
+
+def failure_problems(options: RulesOfFailure) -> list[Problem]:
+    """Return what is wrong between the options that say what a death means."""
+    if options.on_failure == "stop" and options.max_restarts:
+        hint = "leave one of them out"
+        return [Problem("--max-restarts", "nobody is started again with `--on-failure stop`", hint)]
+    if options.on_failure != "continue" and options.min_ranks > 1:
+        hint = f"leave out `--on-failure {options.on_failure}`, or this one"
+        return [Problem("--min-ranks", "is for ranks that go on when others die", hint, str(options.min_ranks))]
+    return []

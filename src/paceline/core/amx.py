@@ -3,14 +3,16 @@
 oneDNN reads the sizes of AMX's tiles from CPUID leaf 0x1D. Some hypervisors (Firecracker, seen with a guest of Linux
 6.18) pass the flags `amx_tile` and `amx_bf16` on and leave that leaf empty: oneDNN then configures tiles of no size,
 and the first product in bf16 ends the process with SIGILL, without a message. There oneDNN is kept to the vector
-units, which have bf16 and fp16, too, by its own variable ONEDNN_MAX_CPU_ISA. It reads that once, at its first product,
-so this is done when paceline is imported. Who has set the variable keeps it.
+units, which have bf16 and fp16, too, by its own variable ONEDNN_MAX_CPU_ISA, unless the user has set it. oneDNN reads
+it once, at its first product, so it is set when the precisions of a CPU are first asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,28 +27,24 @@ _HEAD = 8192
 """Bytes of /proc/cpuinfo that hold the flags of the first core."""
 
 
-def wanted(variable: str | None, flags: frozenset[str], tiles: tuple[int, ...] | None) -> str | None:
-    """Return what oneDNN's variable is to be set to; None: it stays as it is.
-
-    `flags` are the CPU's features, `tiles` the registers of CPUID that describe its tiles; None: not to be had.
-    """
-    is_undescribed = "amx_tile" in flags and tiles is not None and not any(tiles)
-    return WITHOUT_AMX if is_undescribed and variable is None else None
-
-
+@functools.cache
 def avoid_undescribed() -> None:
-    """Keep oneDNN from AMX where its tiles are not described."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return
-    flags = cpu_flags()
-    tiles = cpuid(*_TILE_SIZES) if "amx_tile" in flags else None
-    value = wanted(os.environ.get(VARIABLE), flags, tiles)
-    if value is not None:
-        os.environ[VARIABLE] = value
+    """Keep oneDNN from AMX where its tiles are not described, in this process and those that it starts."""
+    if VARIABLE not in os.environ and "amx_tile" in cpu_flags() and is_undescribed():
+        os.environ[VARIABLE] = WITHOUT_AMX
+
+
+def is_undescribed() -> bool:
+    """Return True if CPUID describes no tiles, asked in a child process: the answer takes machine code of our own."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not sys.executable:
+        return False
+    child = subprocess.run([sys.executable, "-I", "-S", __file__], capture_output=True, text=True, check=False)
+    registers = child.stdout.split()
+    return child.returncode == 0 and registers != [] and not any(map(int, registers))
 
 
 def is_avoided() -> bool:
-    """Return True if this CPU announces AMX and oneDNN is kept from it, by this or by whoever set its variable."""
+    """Return True if this CPU announces AMX and oneDNN is kept from it, by this or by a user who set its variable."""
     return "amx_tile" in cpu_flags() and os.environ.get(VARIABLE) == WITHOUT_AMX
 
 
@@ -63,7 +61,7 @@ def cpu_flags() -> frozenset[str]:
 
 def cpuid(leaf: int, sub_leaf: int) -> tuple[int, ...] | None:
     """Return eax, ebx, ecx and edx of x86-64's instruction; None where a process may not make code of its own."""
-    import ctypes  # few CPUs need it, and every start of a command would pay for it
+    import ctypes  # only in the child
     import mmap
 
     try:
@@ -78,3 +76,7 @@ def cpuid(leaf: int, sub_leaf: int) -> tuple[int, ...] | None:
     del function, code  # the page can be closed once nothing points into it
     page.close()
     return tuple(registers)
+
+
+if __name__ == "__main__":
+    print(*cpuid(*_TILE_SIZES) or ())

@@ -18,9 +18,8 @@ Annotated names are the fields, given by position or by name. `sentence` and `hi
 and over properties of the class, so a sentence that needs a decision takes it in a property. `{ranks:#rank}` is a
 number with its noun: `1 rank`, `2 ranks`.
 
-Sentence and hint are said in the reader's language (`core/language.py`). `error.args` has the sentence in English, and
-so has `str(error)` while English is spoken: records are the same in every language. Words that are handed over as a
-field are a `phrase(...)`, those of a property are `said(...)`.
+`str(error)` and `error.hint` are English, in records too; `error.rendered()` is what a terminal shows, in the reader's
+language (`core/language.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
 
-from paceline.core.language import ENGLISH, language, said, speaking
+from paceline.core.language import translate
 from paceline.core.terminal import visible
 from paceline.core.together import Exclusion
 from paceline.core.units import worded
@@ -51,8 +50,6 @@ class PacelineError(Exception):
     excludes: ClassVar[tuple[Exclusion, ...]] = ()
     """Pairs that this error refuses, for docs/together.md."""
     _fields: ClassVar[tuple[str, ...]] = ()
-    _translated: str | None = None
-    """The sentence in the language of the reader, where that is not English."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -70,17 +67,17 @@ class PacelineError(Exception):
             raise TypeError(f"{type(self).__name__} takes {self._fields}, not {values} and {named}")
         self.__dict__.update(fields)
         names = _Attributes(self)
-        with speaking(ENGLISH):
-            super().__init__(_shown(worded(self.sentence, names)))
-        self.hint = _shown(worded(said(type(self).hint), names))
-        if language() != ENGLISH:
-            self._translated = _shown(worded(said(self.sentence), names))
+        super().__init__(_shown(worded(self.sentence, names)))
+        self.hint = _shown(worded(type(self).hint, names))
 
     def __str__(self) -> str:
         """Return the message. It may hold names and lines from files, which must not command a terminal."""
-        if self._translated is not None and language() != ENGLISH:
-            return visible(self._translated)
         return visible(super().__str__())
+
+    def rendered(self) -> str:
+        """Return what a terminal shows, in the reader's language: what and why, then what to type next."""
+        message = translate("error: ") + translate(str(self), self.sentence)
+        return f"{message}\n  {translate(self.hint, type(self).hint)}" if self.hint else message
 
     @property
     def __notes__(self) -> list[str]:  # type: ignore[override]  # what is added goes through `add_note`

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from paceline.core.bounded_file import open_text
 from paceline.core.disk import CannotWrite, is_aside, is_full, remove_asides, replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, Unreadable
 from paceline.core.json_text import parse_json, read_json
 from paceline.core.language import phrase
 
@@ -67,19 +67,6 @@ class RunBusy(PacelineError):
     owner: str
     sentence = "{folder} is being trained by {owner}"
     hint = "wait for it or stop it, or choose another `--out`"
-
-
-class JournalUnreadable(PacelineError):
-    """Something else than a file that may be read is in the journal's place."""
-
-    path: Path
-    error: OSError
-    sentence = "{path} cannot be read: {reason}"
-    hint = "bring back the file that the run wrote, or leave this run out"
-
-    @property
-    def reason(self) -> str:
-        return str(self.error.strerror)
 
 
 class RunChanged(PacelineError):
@@ -219,7 +206,10 @@ def read_journal(path: Path) -> JournalRecords:
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise JournalUnreadable(path, error) from error
+        raise Unreadable(
+            f"{path} cannot be read: {error.strerror}",
+            hint="bring back the file that the run wrote, or leave this run out",
+        ) from error
     count_epochs_from_one(every)
     return journal
 

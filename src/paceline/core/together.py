@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.core.language import said
-
 Kind = Literal["mathematics", "hardware", "one thing twice", "not written"]
 
 
@@ -39,4 +37,4 @@ class SettingsExclusion(Exclusion):
 
     def describe(self, settings: Any) -> str:
         """Return the line for these settings."""
-        return said(self.problem).format(s=settings)
+        return self.problem.format(s=settings)

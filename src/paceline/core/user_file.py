@@ -14,31 +14,13 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TypeVar
 
-from paceline.core.errors import PacelineError
-from paceline.core.language import said
+from paceline.core.errors import Conflict, NotFound, PacelineError
 from paceline.core.provenance import code_digest
 
 T = TypeVar("T")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _STDLIB = f"python{sys.version_info.major}.{sys.version_info.minor}"
 """Folder of Python's own modules."""
-
-
-class NoSuchClass(PacelineError):
-    """A file without the class that was named, or no file."""
-
-    kind: str
-    spec: str
-    classes: list[str] | None
-    """In the file; None: there is no such file."""
-    sentence = "there is no {kind} {spec}"
-    hint = "{advice}"
-
-    @property
-    def advice(self) -> str:
-        if self.classes is None:
-            return said("give it as path/to/file.py:ClassName")
-        return said("there: {names}").format(names=", ".join(self.classes) or said("none"))
 
 
 class UserFileFails(PacelineError):
@@ -54,15 +36,6 @@ class UserFileFails(PacelineError):
         error = self.error
         lines = traceback.format_exception(type(error), error, _from_file(error.__traceback__, self.path))
         return "".join(lines).rstrip()
-
-
-class TrainsOnImport(PacelineError):
-    """A file that is read for what it defines, and trains by itself."""
-
-    path: Path
-    call: str
-    sentence = "{path} calls {call} while it is imported"
-    hint = 'put the call below `if __name__ == "__main__":`, so that the file can be read for what it defines'
 
 
 _being_imported: list[Path] = []
@@ -100,9 +73,12 @@ def _importing(path: Path) -> Iterator[None]:
 
 
 def refuse_on_import(call: str) -> None:
-    """Raise `TrainsOnImport` if a file of the user is being imported: `call` would train before it is asked to."""
+    """Raise `Conflict` if a file of the user is being imported: `call` would train before it is asked to."""
     if _being_imported:
-        raise TrainsOnImport(_being_imported[-1], call)
+        raise Conflict(
+            f"{_being_imported[-1]} calls {call} while it is imported",
+            hint='put the call below `if __name__ == "__main__":`, so that the file can be read for what it defines',
+        )
 
 
 def spec_of(kind: type) -> str:
@@ -133,10 +109,10 @@ def class_from_file(kind: str, spec: str, base: type[T]) -> type[T]:
     path, _, name = spec.rpartition(":")
     module = import_file(Path(path), kind)
     if module is None:
-        raise NoSuchClass(kind, spec, None)
+        raise NotFound(f"there is no {kind} {spec}", hint="give it as path/to/file.py:ClassName")
     classes = subclasses_in(module, base)
     if name not in classes:
-        raise NoSuchClass(kind, spec, sorted(classes))
+        raise NotFound(f"there is no {kind} {spec}", hint=f"there: {', '.join(sorted(classes)) or 'none'}")
     return classes[name]
 
 

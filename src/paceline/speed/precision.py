@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from paceline.core import amx
 from paceline.core.errors import PacelineError
 from paceline.core.language import phrase
 from paceline.core.together import Exclusion
@@ -116,6 +117,7 @@ def capabilities(device: torch.device) -> Capabilities:
             compiler=has_triton(),
             generation=version,
         )
+    amx.avoid_undescribed()
     return Capabilities(
         device="cpu",
         name="this CPU",

@@ -30,13 +30,13 @@ def load(
     Weights are in fp32 (fp64 for a run in fp64); with `average` they are the mean of so many checkpoints, that one and
     those before it.
     """
-    from paceline.cli.eval import settings_of, task_of
     from paceline.core.cloud.address import address_of, local_path
     from paceline.core.cloud.run_copy import bring_run
     from paceline.core.run_folder import CHECKPOINTS
     from paceline.train import apply
     from paceline.train.checkpoint.format import DIGESTS
     from paceline.train.fit import NotATask
+    from paceline.train.recorded import settings_of, task_of
     from paceline.train.task import Task
     from paceline.world.discover.environment import discover
     from paceline.world.start import start

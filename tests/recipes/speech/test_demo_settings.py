@@ -68,7 +68,7 @@ def typed_by(monkeypatch: pytest.MonkeyPatch, *words: object) -> dict[str, Any]:
     """The settings that the demo trains with, without training and without a corpus."""
     seen: list[list[str]] = []
     monkeypatch.setattr(demo, "_speak", lambda folder: None)
-    monkeypatch.setattr(demo.train, "run", lambda given: seen.append(given) or 1)
+    monkeypatch.setattr(demo.training, "run", lambda given: seen.append(given) or 1)
     assert demo.run([str(word) for word in words]) == 1
     options = load(train_options(AsrSettings), seen[0], prog="paceline train", positional=POSITIONAL)
     return options.model_dump()

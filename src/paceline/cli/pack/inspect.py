@@ -9,7 +9,6 @@ from pathlib import Path
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of, skipped_lines
 from paceline.core.cloud.address import local_path
 from paceline.core.errors import PacelineError
-from paceline.core.language import said
 from paceline.core.paths import near
 from paceline.core.terminal import tell, warn
 from paceline.core.units import counted, duration, plural, size
@@ -46,7 +45,7 @@ def _each(paths: tuple[str, ...], action: Callable[[str], int]) -> int:
             if len(paths) == 1:
                 raise
             sys.stdout.flush()
-            warn(f"{said('error: ')}{error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+            warn(f"{error.rendered()}\n")
             codes.append(UNREADABLE)
     return max(codes)
 

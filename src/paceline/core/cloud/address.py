@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, PlainSerializer
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, PacelineError
 
 EXTRA = "cloud"
 """Our extra that installs fsspec."""
@@ -105,19 +105,14 @@ def address_of(path: Path) -> str | None:
     return f"{scheme}://{rest}" if rest and not scheme.startswith(".") else None
 
 
-class EndsWithItsProcess(PacelineError):
-    """A run in the memory of a process that is started for it."""
-
-    address: str
-    sentence = "{address} is memory of one process, and would be gone with the process that is started to train"
-    hint = "give the run a folder or another address, or train it in this process: without `procs`"
-
-
 def refuse_memory(run: Path | None) -> None:
-    """Raise `EndsWithItsProcess` for a run at `memory://` that other processes are started for."""
+    """Refuse a run at `memory://` that other processes are started for."""
     address = None if run is None else address_of(run)
     if address is not None and address.startswith("memory://"):
-        raise EndsWithItsProcess(address)
+        raise Conflict(
+            f"{address} is memory of one process, and would be gone with the process that is started to train",
+            hint="give the run a folder or another address, or train it in this process: without `procs`",
+        )
 
 
 def shown(value: str | Path) -> str:

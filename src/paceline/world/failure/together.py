@@ -18,7 +18,6 @@ from typing import NoReturn
 from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import said
 from paceline.core.terminal import warn
 from paceline.world.discover.environment import World
 from paceline.world.failure import stacks
@@ -123,7 +122,7 @@ def is_guarded() -> bool:
 
 def user_message(error: PacelineError) -> str:
     """Return the text of a user's mistake: what and why, then what to type next."""
-    return f"{said('error: ')}{error}" + (f"\n  {error.hint}" if error.hint else "")
+    return error.rendered()
 
 
 def is_broken_link(error: BaseException | None) -> bool:

@@ -12,12 +12,11 @@ from typing import Any, NoReturn
 
 from pydantic import create_model
 
-from paceline.cli import train
 from paceline.config.command_line import asks_for_help, dashed, read_words
 from paceline.config.load import load
 from paceline.config.parse import Given
 from paceline.config.train_command import POSITIONAL as POSITIONAL
-from paceline.config.train_command import TrainCommand, train_options
+from paceline.config.train_command import TRAIN_OPTIONS, TrainCommand, train_options
 from paceline.config.yaml_file import read_file
 from paceline.core.language import said
 from paceline.core.run_folder import METRICS
@@ -26,8 +25,9 @@ from paceline.core.units import counted
 from paceline.observe.journal import read
 from paceline.observe.progress import clock_time
 from paceline.observe.report.write import PAGE, write_report
+from paceline.train import command as training
 
-OPTIONS = train.OPTIONS
+OPTIONS = TRAIN_OPTIONS
 CORPUS = "demo-speech"
 """Beside the runs: kept for the next demo."""
 MOST_PROCS = 4
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
             _speak(corpus)
         tell(f"paceline train {' '.join(words)}\n")
         sys.stdout.flush()
-    code = train.run(words)
+    code = training.run(words)
     if code == 0 and out is not None and (out / METRICS).exists():
         tell("\n".join(["", *closing(out, corpus, time.monotonic() - began, _report(out)), ""]))
     return code
