@@ -23,7 +23,6 @@ from paceline.core.json_text import json_text
 from paceline.core.paths import near
 from paceline.data.packed.reader import Packed
 from paceline.data.packed.verify import CheckedRows, RowDamaged
-from paceline.recipes.speech.manifest.packed import durations
 
 MANIFEST = "manifest.json"
 LIST = ".paceline-extracted"
@@ -155,13 +154,14 @@ def file_names(tags: list[str], suffix: str) -> list[str]:
 def _speech(packed: Packed, row: int, path: Path, name: str) -> dict[str, Any]:
     import soundfile
 
-    audio, text = packed.of_kind("audio"), packed.of_kind("text")
+    audio, text, seconds = packed.of_kind("audio"), packed.of_kind("text"), packed.seconds()
     assert audio is not None
+    assert seconds is not None
     # In memory first: libsndfile does not name a full disk as the reason of an error.
     buffer = io.BytesIO()
     soundfile.write(buffer, np.asarray(audio.view(row)), packed.sample_rate, subtype="PCM_16", format="WAV")
     path.write_bytes(buffer.getbuffer())
-    line = {"audio_filepath": name, "duration": float(durations(packed)[row])}
+    line = {"audio_filepath": name, "duration": float(seconds[row])}
     return {**line, **({} if text is None else {"text": text.text(row)}), **packed.extra(row)}
 
 
