@@ -31,8 +31,8 @@ Everything, except what is on this page. Each entry has a reason: **mathematics*
 result), **hardware** (the device cannot), **one thing twice** (both settings say the same thing, and one must win), or
 **not written** (it could be, and is not yet).
 Whatever is not here trains, with the same losses as without the other feature where that one changes no numbers.
-`tests/train/test_together.py` takes features two at a time, on 1 and 2 ranks: each pair trains with the losses that it
-must have, or is refused by an entry of this page and by nothing else. CI runs a sample, `make full` all of them.
+`tests/promises/test_together.py` takes features two at a time, on 1 and 2 ranks: each pair trains with the losses that
+it must have, or is refused by an entry of this page and by nothing else. CI runs a sample, `make full` all of them.
 """
 SETTINGS = """\
 ## Refused when the settings are read

@@ -15,7 +15,7 @@ from paceline.observe.journal import read
 from paceline.train.engine import Engine
 from paceline.train.meter import make_clock
 from paceline.train.trainer import Trainer
-from tests.train.test_gpu import Blobs, gpu
+from tests.promises.test_gpu import Blobs, gpu
 
 pytestmark = [
     pytest.mark.gpu,
