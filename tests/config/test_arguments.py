@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from paceline.config.arguments import DataArguments, EngineArguments, TrainArguments
 from paceline.config.settings import DataSettings, EngineConfig, TrainConfig
+from tools.docs import arguments as generator
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_written_file_is_fresh() -> None:
-    spec = importlib.util.spec_from_file_location("docs_arguments", ROOT / "docs" / "arguments.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
     text = generator.FILE.read_text(encoding="utf-8")
     assert _normal(text) == _normal(generator.module()), "`make docs` writes config/arguments.py anew"
 

@@ -13,7 +13,7 @@ from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS, main
 from paceline.core.language import words_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HELP = ("commands", "options", "sections")
 COMMON = (  # of errors: what a user meets in the first weeks
     *("is missing", "there is no such option", "there is no such setting", "did you mean {name}?", "must be {what}"),
@@ -51,7 +51,7 @@ COMMON_ERRORS = (
 
 
 def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_words", ROOT / "docs" / "words.py")
+    spec = importlib.util.spec_from_file_location("docs_words", ROOT / "tools" / "docs" / "words.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
