@@ -25,7 +25,7 @@ from pydantic import create_model
 
 import paceline
 from paceline.cli.completion import options_of
-from paceline.cli.main import COMMANDS, main
+from paceline.cli.main import command_names, main
 from paceline.config.aliases import aliases_of
 from paceline.config.command_line import read_words
 from paceline.config.load import load
@@ -158,7 +158,7 @@ def test_command_line_is_understood(
 
 def test_the_table_of_commands_has_all_of_them() -> None:
     table = re.findall(r"^\| \[`(\w+)`\]", (DOCS / "commands.md").read_text(), re.MULTILINE)
-    assert sorted(table) == sorted(COMMANDS)
+    assert sorted(table) == sorted(command_names())
 
 
 def _understand(words: list[str], folder: Path) -> None:
@@ -167,7 +167,7 @@ def _understand(words: list[str], folder: Path) -> None:
     if command in ("--help", "completion"):
         assert main(words) == 0
         return
-    assert command in COMMANDS
+    assert command in command_names()
     if command in ("launch", "submit"):
         dashes = rest.index("--")
         _understand(rest[dashes + 1 :], folder)
@@ -369,7 +369,7 @@ def test_page_of_options_has_every_setting() -> None:
 
 def test_options_named_in_running_text_exist() -> None:
     """`--words` in backticks on pages about ours, outside of tables of others' options."""
-    known = {name for command in COMMANDS for name in options_of(command)[0].model_fields}
+    known = {name for command in command_names() for name in options_of(command)[0].model_fields}
     known |= {*EVERY_TRAIN_OPTION.model_fields, *aliases_of(TrainConfig)}
     known |= {name for recipe in recipe_names() for name in aliases_of(find_task(recipe).Settings)}
     known |= {"config", "help", "version", "hidden", "code_optimization", "plugins"}

@@ -230,7 +230,7 @@ def ours(load: Load, link: Link, name: str | None) -> Ours:
     engine.settle(precision.resolve_candidate(way, config.precision, precision.capabilities(load.device)))
     if way.kernels:
         accelerate(task, model)
-    setup.prepare(engine, task, config, model)
+    setup.prepare(engine.stepper, task, config, model)
     loss, grain = partial(task.loss, model), Grain(load.batch, world.rank, np.arange(load.size))
     if way.graphs:
         recorded = engine.record(CudaRecorder(load.device), recordable_of(task))

@@ -13,13 +13,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from paceline.cli.completion import options_of
-from paceline.cli.main import COMMANDS
+from paceline.cli.main import COMMANDS, command_names
 from paceline.config.aliases import SHORT, aliases_of
 from paceline.config.command_line import dashed
 from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
 from paceline.config.plugin_name import group_of
 from paceline.config.sections import Option, parts
 from paceline.config.settings import GroupSettings, TrainConfig
+from paceline.core import plugins
 from paceline.lab.sweep.command import SweepCommand
 from paceline.lab.tune.command import TuneCommand
 from paceline.train.find_task import find_task, recipe_names
@@ -54,9 +55,10 @@ SHARED = {
 def page() -> str:
     """The whole page."""
     blocks = [f"{text(HEAD)}{_aliases()}\n"]
-    for command in COMMANDS:
+    abouts = COMMANDS | {each.name: plugins.load_command(each).about for each in plugins.installed().of("commands")}
+    for command in command_names():
         model, positional = options_of(command)
-        what = text(COMMANDS[command])
+        what = text(abouts[command])
         blocks.append(f"## paceline {command}\n\n{what[:1].upper()}{what[1:]}{text('.')}\n")
         if command in SHARED:
             blocks.append(f"{text(SHARED[command])}\n")
