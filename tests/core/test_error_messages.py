@@ -45,7 +45,7 @@ UNSAMPLED = {
         "LabelsLackLetters",
         "LauncherGone",
     ),
-    *("LauncherUnreached", "NetworkInvalid", "NodesMissing", "NotAnAnswer", "NothingExtracted", "NothingKept"),
+    *("LauncherUnreached", "NetworkInvalid", "NodesMissing", "NotAnAnswer", "NothingKept"),
     *(
         "NodeRefused",
         "NothingNamed",

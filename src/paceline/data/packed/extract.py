@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.disk import cannot_write, is_aside, replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData
 from paceline.core.json_text import json_text
 from paceline.core.paths import near
 from paceline.data.packed.reader import Packed
@@ -27,18 +27,6 @@ from paceline.data.packed.verify import CheckedRows, RowDamaged
 MANIFEST = "manifest.json"
 LIST = ".paceline-extracted"
 """File in the folder that lists the names of the others, as JSON."""
-
-
-class NothingExtracted(PacelineError):
-    """Every row is damaged."""
-
-    path: Path
-    sentence = "{place}: not one of the rows is what was packed"
-    hint = "pack it again from what it was made of"
-
-    @property
-    def place(self) -> str:
-        return near(self.path)
 
 
 @dataclass
@@ -94,7 +82,7 @@ def extract(
             if progress is not None:
                 progress(number)
         if not lines:
-            raise NothingExtracted(packed.path)
+            raise InvalidData(f"{near(packed.path)}: every row is damaged", hint="pack it again from its original data")
         with replacing(result.manifest) as file:
             file.writelines(f"{line}\n" for line in map(json_text, lines))
     except OSError as error:
