@@ -45,17 +45,17 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python docs/translate.py --check
+	$(BIN)/python -m tools.docs.translate --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file mkdocs.zh.yml
 
 # Writes the pages of options, of the Python API and of what goes together anew, in English and in Chinese, and builds all
 # pages into site/ and site/zh/.
 docs: $(VENV)/.test
-	$(BIN)/python docs/options.py
-	$(BIN)/python docs/api.py
-	$(BIN)/python docs/together.py
-	$(BIN)/python docs/arguments.py && $(BIN)/ruff format -q src/paceline/config/arguments.py
+	$(BIN)/python -m tools.docs.options
+	$(BIN)/python -m tools.docs.api
+	$(BIN)/python -m tools.docs.together
+	$(BIN)/python -m tools.docs.arguments && $(BIN)/ruff format -q src/paceline/config/arguments.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file mkdocs.zh.yml
 

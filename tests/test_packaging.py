@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline import __version__
 
@@ -76,6 +77,41 @@ def test_the_source_archive_can_be_tested_and_built_again(built: Path) -> None:
         wanted |= files_of(REPOSITORY, root, r"\.(py|md|yaml|json)$")
     wanted = {name for name in wanted if ".egg-info" not in name}
     assert wanted <= names, sorted(wanted - names)
+
+
+WITHOUT = {"soundfile", "soxr", "rapidfuzz", "h5py", "tokenizers", "sacrebleu", "kenlm", "plotly", "tensorboard"}
+"""Packages of extras: of the recipes, of reports and of loggers."""
+
+
+@pytest.fixture
+def bare(built: Path, tmp_path: Path) -> Path:
+    """Folder with the wheel and links to the packages that are installed here, except those of extras."""
+    [wheel] = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "bare")
+    for path in Path(torch.__file__).parents[1].iterdir():
+        name = re.split(r"[-.]", path.name.lower())[0]
+        if name not in {*WITHOUT, "paceline", "__editable__"} and path.suffix != ".pth":
+            (tmp_path / "bare" / path.name).symlink_to(path)
+    return tmp_path / "bare"
+
+
+def test_the_core_works_without_the_extras_of_the_recipes(bare: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(bare), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", *words]  # without the packages of this environment
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    found = f"import paceline, importlib.util as u; print(paceline.__file__, [*filter(u.find_spec, {sorted(WITHOUT)})])"
+    assert run("-c", found).stdout == f"{bare / 'paceline' / '__init__.py'} []\n"
+    assert "train" in run("-m", "paceline", "--help").stdout
+    done = run("-m", "paceline", "train", "digits", "--steps", "3", "--out", "run", "--progress", "lines")
+    assert "finished" in done.stdout, done.stderr
+    assert "torch" in run("-m", "paceline", "doctor").stdout
+    refused = run("-m", "paceline", "train", "speech", "--steps", "3")
+    assert (refused.returncode, "Traceback" in refused.stderr) == (2, False)
+    assert "pip install 'paceline[asr]'" in refused.stderr
 
 
 def test_what_is_installed_runs_elsewhere(built: Path, tmp_path: Path) -> None:

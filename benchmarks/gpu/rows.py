@@ -161,7 +161,7 @@ JOBS = (
     ),
     Job(
         "tests-sharding", "quartznet", "shards with levels, wire, masters",
-        f"{PYTEST} -n 6 tests/train/test_sharding_gpu.py",
+        f"{PYTEST} -n 6 tests/parallel/sharded/test_strategy_gpu.py",
         110, 220, None, is_timing=False, cores=6,
     ),
     Job(

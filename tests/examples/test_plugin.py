@@ -1,4 +1,4 @@
-"""The package of examples/plugin, built and installed as a wheel: found, used on 1 and 2 ranks, recorded, resumed."""
+"""Plugin package of examples/plugin, installed with pip: found, used on 1 and 2 ranks, recorded, resumed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from shutil import copytree
 
@@ -21,26 +20,24 @@ from paceline.core.torch_private import defer_compiler
 from tests.commands import Ended, run_command
 from tests.examples.scripts import EXAMPLES
 
-BUILD = "import sys; from setuptools import build_meta as b; b.build_wheel(sys.argv[1])"
 TRAIN = ["train", "rings", "--epochs", "2", "--num-points", "64", "--global-batch", "32", "--grains", "2"]
 ALL = [*TRAIN, "--optimizer", "lion", "--lr", "0.003", "--schedule", "wsd", "--loggers", "csv"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plugin")
     copytree(EXAMPLES / "plugin", folder / "source")  # building leaves files behind
-    subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=folder / "source", check=True, capture_output=True)
-    [built] = folder.glob("*.whl")
-    return built
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--target", folder / "site", folder / "source"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
 
 
 @pytest.fixture
-def site(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What an installer makes of the wheel, on Python's path."""
-    folder = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
+def site(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the installed package, on Python's path."""
+    folder = copytree(installed, tmp_path / "site")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     monkeypatch.delenv(plugins.SWITCH, raising=False)
@@ -95,6 +92,22 @@ def test_a_run_uses_records_and_resumes_them(site: Path, tmp_path: Path) -> None
     gone = _run(["eval", str(run), "--no-plugins"])
     assert (gone.code, "Traceback" in gone.err) == (2, False)
     assert "the recipe 'rings' of paceline-example 1.1, which is not installed" in gone.err
+
+
+def test_its_command_and_report_section_are_used_like_ours(site: Path, tmp_path: Path) -> None:
+    assert "points" in _run(["--help"]).out
+    points = _run(["points", "3"])
+    assert (points.code, len(points.out.splitlines())) == (0, 3), points.err
+    refused = _run(["points", "0"])
+    assert (refused.code, "Traceback" in refused.err) == (2, False)
+
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    assert _run([*TRAIN, "--out", str(tmp_path / "run")]).code == 0
+    report = _run(["report", str(tmp_path / "run")])
+    assert report.code == 0, report.err
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "The two circles" in page
+    assert "width of the network" in page
 
 
 def test_a_recipe_that_python_trained_is_found_again(

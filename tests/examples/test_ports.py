@@ -1,8 +1,4 @@
-"""Ports of code from elsewhere: on 1 and 2 ranks the same bits, and not longer than the same in Lightning.
-
-On ce01e4b none of them runs: `drop_last`, `model(**grain)`, `Gathered`, `engine.evaluate`, schedulers of a task and
-`prepare(..., beside=...)` are not there.
-"""
+"""Ports of code from elsewhere: on 1 and 2 ranks the same bits, and not longer than the same in Lightning."""
 
 from __future__ import annotations
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from paceline.config.settings import OptimSettings
+from paceline.core.errors import InvalidSetting, NotFound
 from paceline.optim.build import (
-    NothingToTrain,
-    ParameterPatternUnmatched,
     freeze,
     groups,
     optimizer,
@@ -86,15 +85,15 @@ def test_frozen_parameters_are_left_out_and_do_not_move() -> None:
 
 
 def test_patterns_without_match_name_the_nearest() -> None:
-    with pytest.raises(ParameterPatternUnmatched) as caught:
+    with pytest.raises(NotFound, match="matches no parameter") as caught:
         freeze(network(), ["encodr.0.weight"])
     assert str(caught.value) == "freeze: 'encodr.0.weight' matches no parameter of the model"
-    assert caught.value.nearest[0] == "encoder.0.weight"
-    with pytest.raises(ParameterPatternUnmatched, match="groups: 'head"):
+    assert caught.value.hint.startswith("nearest parameter names: encoder.0.weight")
+    with pytest.raises(NotFound, match="groups: 'head"):
         groups(network(), settings(groups=[{"match": "head.*"}]))
     model = network()
     freeze(model, ["*"])
-    with pytest.raises(NothingToTrain):
+    with pytest.raises(InvalidSetting, match="no parameter left to train"):
         groups(model, settings())
 
 

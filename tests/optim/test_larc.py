@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import InvalidData
 from paceline.observe.callback import Watcher
 from paceline.optim.larc import LARS, Larc, Rule, rule_of
-from paceline.optim.layerwise import OutOfRange, SparseGradient
+from paceline.optim.layerwise import OutOfRange
 from paceline.optim.novograd import NovoGrad
 from paceline.train.loop import train
 from paceline.train.run import open_run
@@ -196,7 +197,7 @@ def test_mistakes() -> None:
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
     Larc(optimizer)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(SparseGradient, match="LARC"):
+    with pytest.raises(InvalidData, match="LARC"):
         optimizer.step()
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.settings import OptimSettings
-from paceline.optim.build import ParameterPatternUnmatched, groups, optimizer
+from paceline.core.errors import InvalidSetting, NotFound
+from paceline.optim.build import groups, optimizer
 from paceline.optim.layerwise import OutOfRange
-from paceline.optim.muon import Muon, NotAMatrix, NothingForMuon, hidden_matrices, orthogonalize, orthogonalize_all
+from paceline.optim.muon import Muon, NothingForMuon, hidden_matrices, orthogonalize, orthogonalize_all
 from paceline.parallel.sharded.redistribute import rows_of
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -207,7 +208,7 @@ def test_patterns_go_before_the_rule() -> None:
     model = Translator(has_head=False)
     made = groups(model, settings(muon_match=("*.linear*", "embedding.*")))
     assert names(model, made, "muon") == {"embedding.weight", *HIDDEN[2:]}
-    with pytest.raises(ParameterPatternUnmatched, match="muon_match: 'decoder"):
+    with pytest.raises(NotFound, match="muon_match: 'decoder"):
         groups(model, settings(muon_match=("decoder.*",)))
 
 
@@ -237,7 +238,7 @@ def test_numbers_without_meaning_are_refused(values: dict[str, Any], named: str)
 
 
 def test_a_vector_is_refused() -> None:
-    with pytest.raises(NotAMatrix, match=r"\[3\]"):
+    with pytest.raises(InvalidSetting, match=r"\[3\]"):
         Muon([torch.zeros(3, requires_grad=True)])
 
 

@@ -13,12 +13,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.config.settings import BuiltInSchedule, OptimSettings, TrainConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, PacelineError
 from paceline.optim.schedule import (
     SCHEDULES,
     MinLrAboveLr,
     ScheduleNeedsEnd,
-    ScheduleOptionMissing,
     ScoresMissing,
     build,
     newbob,
@@ -261,7 +260,7 @@ def test_only_those_that_fall_to_the_end_need_one(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", NEEDED)
 def test_a_missing_option_is_named_with_what_to_type(schedule: str) -> None:
     (option,) = NEEDED[schedule]
-    with pytest.raises(ScheduleOptionMissing, match=f"schedule '{schedule}' needs `{option}`") as caught:
+    with pytest.raises(InvalidSetting, match=f"schedule '{schedule}' needs `{option}`") as caught:
         build(settings(schedule=schedule), 100)
     assert f"--{option.replace('_', '-')} " in caught.value.hint
     assert isinstance(caught.value, PacelineError)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.core.errors import InvalidData
 from paceline.optim import state
 
 OPTIMIZERS: dict[str, Any] = {
@@ -67,5 +68,5 @@ def test_state_that_is_no_tensor_and_no_value_is_named() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer.state[net[0].weight]["history"] = [1, 2]
-    with pytest.raises(state.StateNotFlat, match="SGD keeps a list as 'history'"):
+    with pytest.raises(InvalidData, match="SGD keeps a list as 'history'"):
         state.pack(optimizer, names(net))

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.core.errors import Conflict, InvalidSetting
 from paceline.speed.loss_scale import (
     HEADROOM,
     BackoffScale,
     LogMaxScale,
     LossScale,
     NoScale,
-    ScaleRange,
-    ScaleStateMismatch,
     StaticScale,
     build,
     search,
@@ -195,11 +194,11 @@ def test_build_takes_the_setting_only_where_the_precision_is_scaled() -> None:
 
 
 def test_state_of_another_kind_is_refused() -> None:
-    with pytest.raises(ScaleStateMismatch, match="clean_steps"):
+    with pytest.raises(Conflict, match="clean_steps"):
         LogMaxScale(CPU).load_state_dict(BackoffScale(CPU).state_dict())
-    with pytest.raises(ScaleRange):
+    with pytest.raises(InvalidSetting, match="no loss scale between"):
         BackoffScale(CPU, scale_max=2.0**25)
-    with pytest.raises(ScaleRange):
+    with pytest.raises(InvalidSetting, match="no loss scale between"):
         LogMaxScale(CPU, scale_min=4.0, scale_max=2.0)
 
 

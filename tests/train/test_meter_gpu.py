@@ -16,7 +16,7 @@ from paceline.train.engine import Engine
 from paceline.train.loop import train
 from paceline.train.meter import make_clock
 from paceline.train.run import open_run
-from tests.train.test_gpu import Blobs, gpu
+from tests.promises.test_gpu import Blobs, gpu
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,6 +1,6 @@
 """The settings as keyword arguments of `fit`, `Engine` and `Engine.batches`, for type checkers and editors.
 
-Written by docs/arguments.py from the settings themselves: change those, not this file. A type here is what may be
+Written by tools/docs/arguments.py from the settings themselves: change those, not this file. A type here is what may be
 given: a path also as text, a tuple as any sequence.
 """
 

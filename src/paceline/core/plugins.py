@@ -166,7 +166,8 @@ def load(plugin: Plugin) -> Any:
     def get() -> Any:
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
-    return guarded(plugin, "cannot be loaded", get)
+    # A package that a plugin of ours needs has a message of its own, which names the extra.
+    return get() if plugin.is_ours else guarded(plugin, "cannot be loaded", get)
 
 
 def load_command(plugin: Plugin) -> Command:

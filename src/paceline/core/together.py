@@ -2,7 +2,7 @@
 
 A section of settings lists its `exclusions`, and checks itself by them; an error that is raised for such a pair later,
 by what a run turns out to be, names it as `excludes`. docs/together.md is made of all of them, and
-tests/train/test_together.py holds pairs of features against them.
+tests/promises/test_together.py holds pairs of features against them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import WrongType
 from paceline.core.sum_tree import Starts
 from paceline.core.tree import map_leaves
 from paceline.world.values import sendable
@@ -19,14 +19,6 @@ from paceline.world.values import sendable
 def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
     """Apply `change` to every tensor in nested tuples, lists, dictionaries and dataclasses."""
     return map_leaves(change, data, torch.Tensor)
-
-
-class NoNames(PacelineError, TypeError):
-    """Entries by name of a grain whose data is no dictionary."""
-
-    shapes: str
-    sentence = "the grain's data ({shapes}) is no dictionary, so its entries have no names"
-    hint = "unpack it, `x, y = grain`, or let the data set (or `collate`) return dictionaries"
 
 
 @sendable
@@ -57,7 +49,10 @@ class Grain:
     def keys(self) -> KeysView[str]:
         """Return the names of a dictionary's entries."""
         if not isinstance(self.data, Mapping):
-            raise NoNames(_describe(self.data))
+            raise WrongType(
+                f"the grain's data ({_describe(self.data)}) is not a dictionary, so its entries have no names",
+                hint="unpack it, `x, y = grain`, or let the data set (or `collate`) return dictionaries",
+            )
         return self.data.keys()
 
     @property

@@ -11,15 +11,9 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from paceline.config.settings import DataSettings
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, InvalidData, PacelineError
+from paceline.core.units import counted
 from paceline.data.dataset import Collate
-
-
-class LoaderOfBatches(PacelineError):
-    """A `DataLoader` that leaves batching to its data set."""
-
-    sentence = "a DataLoader with `batch_size=None` gives whatever its data set gives, which may be whole batches"
-    hint = "return the data set of samples itself: `return loader.dataset`; `global_batch` says how many make a step"
 
 
 class LoaderSampler(PacelineError):
@@ -32,15 +26,6 @@ class LoaderSampler(PacelineError):
     @property
     def kind(self) -> str:
         return type(self.sampler).__name__
-
-
-class LoaderBatch(PacelineError):
-    """A `DataLoader` with a batch size in a run whose settings name none."""
-
-    batch_size: int
-    max_samples: int
-    sentence = "the DataLoader has batches of {batch_size}, but a step of this run has {max_samples:#sample}"
-    hint = "type `--global-batch {batch_size}` (over all ranks) or `--batch-per-device {batch_size}`"
 
 
 class Source(NamedTuple):
@@ -69,7 +54,11 @@ def take_out(data: Any) -> Source:
     if not isinstance(data, DataLoader):
         return Source(data, None)
     if data.batch_sampler is None:
-        raise LoaderOfBatches
+        raise InvalidData(
+            "a DataLoader with `batch_size=None` gives whatever its data set gives, which may be whole batches",
+            hint="return the data set of samples itself: `return loader.dataset`; "
+            "`global_batch` is the number of samples of a step",
+        )
     if not _is_plain_batch(data.batch_sampler):
         raise LoaderSampler(data.batch_sampler)
     # A batch sampler that was made by hand has the sampler, not the loader.
@@ -89,7 +78,11 @@ def take_out_for_training(data: Any, settings: DataSettings) -> tuple[Source, li
     batch_size = data.batch_sampler.batch_size
     is_said = any((settings.global_batch, settings.batch_per_device, settings.batch_cost))
     if not is_said and batch_size != settings.max_samples:
-        raise LoaderBatch(batch_size, settings.max_samples)
+        raise Conflict(
+            f"the DataLoader has batches of {batch_size}, "
+            f"but a step of this run has {counted(settings.max_samples, 'sample')}",
+            hint=f"type `--global-batch {batch_size}` (over all ranks) or `--batch-per-device {batch_size}`",
+        )
     lines = ["the DataLoader's data set and collate_fn are used; batches, order and workers are those of the settings"]
     if data.drop_last and not settings.drop_last:
         lines.append(

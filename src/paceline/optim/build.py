@@ -16,8 +16,7 @@ from torch import nn
 
 from paceline.config.settings import BuiltInOptimizer, GroupSettings, OptimSettings
 from paceline.core import plugins
-from paceline.core.errors import PacelineError
-from paceline.core.language import said
+from paceline.core.errors import InvalidSetting, NotFound
 from paceline.core.torch_private import defer_compiler
 from paceline.optim.adamw import AdamW
 from paceline.optim.lamb import Lamb
@@ -27,29 +26,6 @@ from paceline.optim.novograd import NovoGrad
 ADAM_BETAS = (0.9, 0.999)
 NOVOGRAD_BETAS = (0.95, 0.25)
 """Of NeMo's factory (its class has 0.98 as the second)."""
-
-
-class ParameterPatternUnmatched(PacelineError):
-    """A setting names parameters that the model does not have."""
-
-    setting: str
-    pattern: str
-    nearest: list[str]
-    sentence = "{setting}: {pattern!r} matches no parameter of the model"
-    hint = "{advice}"
-
-    @property
-    def advice(self) -> str:
-        if not self.nearest:
-            return said("the model has no parameters")
-        return said("nearest parameter names: {names}").format(names=", ".join(self.nearest))
-
-
-class NothingToTrain(PacelineError):
-    """Every parameter is frozen, or there is none."""
-
-    sentence = "the model has no parameter left to train"
-    hint = "take a pattern out of `freeze`"
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
@@ -80,7 +56,7 @@ def groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
         first = next(index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match))
         members[first].append(parameter)
     if not trained:
-        raise NothingToTrain
+        raise InvalidSetting("the model has no parameter left to train", hint="take a pattern out of `freeze`")
     made = [
         {
             "params": parameters,
@@ -222,7 +198,10 @@ def zero_first_momentum(sgd: torch.optim.SGD) -> None:
 def _require_match(setting: str, pattern: str, names: list[str]) -> None:
     if not any(fnmatchcase(name, pattern) for name in names):
         nearest = difflib.get_close_matches(pattern.strip("*."), names, n=3, cutoff=0.0)
-        raise ParameterPatternUnmatched(setting, pattern, nearest)
+        raise NotFound(
+            f"{setting}: {pattern!r} matches no parameter of the model",
+            hint=f"nearest parameter names: {', '.join(nearest)}" if nearest else "the model has no parameters",
+        )
 
 
 def signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:

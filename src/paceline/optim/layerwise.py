@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData, PacelineError
 from paceline.core.torch_private import TakesAmpScaling, foreach_add_, foreach_copy_, foreach_norm, fused_sgd_
 from paceline.optim.kernels.pointers import Table, Tables, fit, has_kernels
 from paceline.optim.whole_vectors import cuts_matter, update_by_vectors
@@ -40,19 +40,6 @@ class JoinMatrices(Protocol):
     def shapes(self, parameters: Sequence[Tensor]) -> list[torch.Size]:
         """Return the shapes of the whole tensors."""
         ...
-
-
-class SparseGradient(PacelineError):
-    """A gradient without an element for every weight."""
-
-    optimizer: str
-    shape: torch.Size
-    sentence = "{optimizer} needs whole gradients, but that of a weight of shape {sizes} is sparse"
-    hint = "make the layer (nn.Embedding, nn.EmbeddingBag) with `sparse=False`"
-
-    @property
-    def sizes(self) -> list[int]:
-        return list(self.shape)
 
 
 class OutOfRange(PacelineError):
@@ -332,7 +319,10 @@ def with_gradient(group: dict[str, Any], optimizer: str, with_empty: bool = Fals
         trained = [parameter for parameter in trained if parameter.numel()]
     for parameter in trained:
         if parameter.grad.layout != torch.strided:
-            raise SparseGradient(optimizer, parameter.shape)
+            raise InvalidData(
+                f"{optimizer} needs dense gradients, but that of a weight of shape {[*parameter.shape]} is sparse",
+                hint="make the layer (nn.Embedding, nn.EmbeddingBag) with `sparse=False`",
+            )
     return trained
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, PacelineError
 from paceline.core.torch_private import foreach_copy_
 from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check, scale, unflatten
 
@@ -27,18 +27,6 @@ EMBEDDING_WORDS = ("embed", "position")
 """Words in the name of a parameter that tell of a table."""
 Scale = Literal["match-rms-adamw", "original"]
 Rule = Literal["muon", "adamw"]
-
-
-class NotAMatrix(PacelineError):
-    """A parameter that Muon cannot update."""
-
-    shape: torch.Size
-    sentence = "Muon updates matrices, but a parameter has the shape {sizes}"
-    hint = 'give it to a group with `"rule": "adamw"`'
-
-    @property
-    def sizes(self) -> list[int]:
-        return list(self.shape)
 
 
 class NothingForMuon(PacelineError):
@@ -111,7 +99,10 @@ class Muon(Layerwise):
             raise OutOfRange("Muon", "rule", group["rule"], "muon or adamw")
         for parameter in group["params"] if group["rule"] == "muon" else ():
             if parameter.ndim < 2:
-                raise NotAMatrix(parameter.shape)
+                raise InvalidSetting(
+                    f"Muon updates matrices, but a parameter has the shape {[*parameter.shape]}",
+                    hint='give it to a group with `"rule": "adamw"`',
+                )
 
     @property
     def way(self) -> str:

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from paceline.config.settings import OptimSettings
 from paceline.core import plugins
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, PacelineError
 from paceline.core.language import phrase
 from paceline.core.together import Exclusion
 
@@ -45,20 +45,6 @@ class ScheduleNeedsEnd(PacelineError):
     )
     sentence = "{what} needs to know how many steps the run has"
     hint = "set `steps`, or `schedule: constant` with `warmup_steps`"
-
-
-class ScheduleOptionMissing(PacelineError):
-    """A schedule that has no sensible default for one of its options."""
-
-    schedule: str
-    option: str
-    example: str
-    sentence = "schedule {schedule!r} needs `{option}`"
-    hint = "set it, for example `--{dashed} {example}`"
-
-    @property
-    def dashed(self) -> str:
-        return self.option.replace("_", "-")
 
 
 class ScoresMissing(PacelineError):
@@ -258,7 +244,11 @@ def build(
     if chosen.needs_end and total_steps is None:
         raise ScheduleNeedsEnd(phrase("schedule {name!r}", name=settings.schedule))
     if chosen.needs is not None and not getattr(settings, chosen.needs[0]):
-        raise ScheduleOptionMissing(settings.schedule, *chosen.needs)
+        option, example = chosen.needs
+        raise InvalidSetting(
+            f"schedule {settings.schedule!r} needs `{option}`",
+            hint=f"set it, for example `--{option.replace('_', '-')} {example}`",
+        )
     if settings.schedule == "newbob" and scores is None:
         raise ScoresMissing
     span = Span(settings, _warmup_steps(settings, total_steps), total_steps or 0, scores or tuple)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData, PacelineError
 
 OWN_LR = "own_lr"
 """Entry of a group whose learning rate is the user's own, which a schedule scales instead of replacing it."""
@@ -44,16 +44,6 @@ SEPARATOR = "/"
 """Between a parameter's name and the name of a state tensor; parameter names never contain it."""
 
 
-class StateNotFlat(PacelineError):
-    """An optimizer keeps something that is neither a tensor nor a plain value."""
-
-    optimizer: str
-    entry: str
-    kind: str
-    sentence = "{optimizer} keeps a {kind} as {entry!r}, which a checkpoint cannot hold"
-    hint = "use another optimizer, or one whose state per parameter is tensors and numbers"
-
-
 class StateMisfit(PacelineError):
     """The saved optimizer state is not for these parameters."""
 
@@ -83,7 +73,11 @@ def pack(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> tuple
             elif value is None or isinstance(value, bool | int | float | str):
                 plain.setdefault(name, {})[entry] = value
             else:
-                raise StateNotFlat(type(optimizer).__name__, entry, type(value).__name__)
+                raise InvalidData(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {entry!r}, "
+                    "which a checkpoint cannot hold",
+                    hint="use another optimizer, or one whose state per parameter is tensors and numbers",
+                )
     groups = [
         {
             "names": [names[parameter] for parameter in group["params"]],

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import TaskContract
 from paceline.observe.clock import Clock
 from paceline.parallel.step import NUM_TALLY, RankNumbers, Sums, Tally, write
 from paceline.parallel.strategy import GlobalBatch, Mark, Strategy
@@ -45,13 +45,6 @@ BUCKET_BYTES = 25 << 20
 
 Group = list[tuple[int, torch.nn.Parameter]]
 """Parameters of a bucket, each with its index in the model."""
-
-
-class PiecewiseGradient(PacelineError):
-    """A gradient grew after it was complete and had been sent."""
-
-    sentence = "a parameter got its gradient in several pieces in one backward (reentrant checkpointing?)"
-    hint = "use torch.utils.checkpoint with use_reentrant=False, or `checkpoint_activations`"
 
 
 class Adder(ABC):
@@ -139,7 +132,10 @@ class Summed(Strategy):
             if not self._is_last_backward:
                 return
             if bucket.is_sent:
-                raise PiecewiseGradient
+                raise TaskContract(
+                    "a parameter got its gradient in several pieces in one backward (reentrant checkpointing?)",
+                    hint="use torch.utils.checkpoint with use_reentrant=False, or `checkpoint_activations`",
+                )
             bucket.pending.discard(index)
             # The last bucket carries the marks of all parameters and waits for the end of backward.
             while self._next < self._last and not self._buckets.all[self._next].pending:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, InvalidSetting
 from paceline.core.torch_private import foreach_mul_, foreach_norm, unscale_and_check_, update_scale_
 from paceline.speed.precision import Precision
 
@@ -30,24 +30,6 @@ _LARGE = 1 << 14
 """Elements from which a gradient is worth a call of its own on a CPU."""
 HEADROOM = 4.0
 """A scale that had to be searched for starts so many times below the first overflow: gradients may still grow."""
-
-
-class ScaleRange(PacelineError):
-    """A range of loss scales that is empty or leaves what is useful."""
-
-    scale_min: float
-    scale_max: float
-    sentence = "no loss scale between {scale_min:g} and {scale_max:g}"
-    hint = f"choose 0 < scale_min <= scale_max <= {SCALE_LIMIT:.0f}"
-
-
-class ScaleStateMismatch(PacelineError):
-    """The saved state is of another kind of loss scaling."""
-
-    expected: list[str]
-    found: list[str]
-    sentence = "loss scaling needs the state {expected}, the checkpoint has {found}"
-    hint = "resume with the `loss_scale` and `precision` of the run"
 
 
 class LossScale:
@@ -87,7 +69,10 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         tensors = self._state()
         if tensors.keys() != state.keys():
-            raise ScaleStateMismatch(sorted(tensors), sorted(state))
+            raise Conflict(
+                f"loss scaling needs the state {sorted(tensors)}, the checkpoint has {sorted(state)}",
+                hint="resume with the `loss_scale` and `precision` of the run",
+            )
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
 
@@ -275,7 +260,10 @@ def multiply(gradients: list[Tensor], factor: Tensor) -> None:
 
 def _check_range(scale_min: float, scale_max: float) -> None:
     if not 0.0 < scale_min <= scale_max <= SCALE_LIMIT:
-        raise ScaleRange(scale_min, scale_max)
+        raise InvalidSetting(
+            f"no loss scale between {scale_min:g} and {scale_max:g}",
+            hint=f"choose 0 < scale_min <= scale_max <= {SCALE_LIMIT:.0f}",
+        )
 
 
 def _is_surely_finite(gradient: Tensor) -> bool:

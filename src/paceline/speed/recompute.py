@@ -16,24 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.core.errors import PacelineError
-from paceline.core.language import said
+from paceline.core.errors import NotFound
 from paceline.core.torch_private import BatchNorm
-
-
-class ModulePatternUnmatched(PacelineError):
-    """`checkpoint_activations` names modules that the model does not have."""
-
-    pattern: str
-    nearest: list[str]
-    sentence = "checkpoint_activations: {pattern!r} matches no module of the model"
-    hint = "{advice}"
-
-    @property
-    def advice(self) -> str:
-        if not self.nearest:
-            return said("the model has no submodules")
-        return said("nearest module names: {names}").format(names=", ".join(self.nearest))
 
 
 def recompute(model: nn.Module, patterns: Iterable[str]) -> list[str]:
@@ -46,7 +30,11 @@ def recompute(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ModulePatternUnmatched(pattern, _nearest(pattern, names))
+            nearest = ", ".join(_nearest(pattern, names))
+            raise NotFound(
+                f"checkpoint_activations: {pattern!r} matches no module of the model",
+                hint=f"nearest module names: {nearest}" if nearest else "the model has no submodules",
+            )
     chosen = dict(_outermost(model, "", patterns))
     for module in chosen.values():
         if not isinstance(module.forward, _Recomputed):

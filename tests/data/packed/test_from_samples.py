@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from paceline.core.disk import CannotWrite
+from paceline.core.errors import AlreadyExists
 from paceline.data.collate import stack_collate
 from paceline.data.fetch import Fetch, Request, seed_everything
 from paceline.data.packed import from_samples
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.errors import NoSuchStream
 from paceline.data.packed.from_samples import NotPackable
-from paceline.data.packed.parts import OtherParts
 from paceline.data.packed.piece import StreamsDiffer
 from tests.data.packing import Sentences, assert_whole, packed
 
@@ -74,7 +74,7 @@ def _stopped(out: Path, data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_samples_are_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "a.h5"
     _stopped(out, Sentences(), monkeypatch)
-    with pytest.raises(OtherParts, match="of other data, code or options"):
+    with pytest.raises(AlreadyExists, match="of different data, code or options"):
         packed(out, Changed())
     packed(out, Changed(), force=True)
     assert_whole(out, Changed())

@@ -13,11 +13,11 @@ from typing import Any
 import h5py
 import pytest
 
+from paceline.core.errors import AlreadyExists
 from paceline.data.packed import from_samples, parts, returnn, writer
 from paceline.data.packed import pack as packing
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.layout import Shards
-from paceline.data.packed.parts import OtherParts
 from paceline.data.packed.reader import open_packed, read_layout
 from paceline.data.packed.returnn import agree_on_sizes
 from tests.data.packing import Sentences, assert_same, packed
@@ -149,7 +149,7 @@ def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(path.read_text() == "mine" for path in others)
     (tmp_path / "b.h5.parts").mkdir()
     (tmp_path / "b.h5.parts" / "notes.txt").write_text("mine")
-    with pytest.raises(OtherParts):
+    with pytest.raises(AlreadyExists, match="parts of an unfinished packing"):
         packed(tmp_path / "b.h5")
     assert (tmp_path / "b.h5.parts" / "notes.txt").read_text() == "mine"
 

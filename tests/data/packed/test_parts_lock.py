@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import Busy
 from paceline.data.packed import from_samples, parts
 from paceline.data.packed.pack import PackExists
-from paceline.data.packed.parts import PackBusy, locked
+from paceline.data.packed.parts import locked
 from tests.crash import KILLED
 from tests.data.packing import NUMBER, Sentences, assert_whole, packed
 
@@ -62,9 +63,7 @@ def test_the_second_is_told_of_the_first(tmp_path: Path, force: bool) -> None:
     out = tmp_path / "a.h5"
     with another(out) as pid:
         before = (tmp_path / "a.h5.parts" / "plan.json").read_text()
-        with pytest.raises(
-            PackBusy, match=f"a.h5 is being written by another `paceline pack`: pid {pid} on .*, since 20"
-        ):
+        with pytest.raises(Busy, match=f"a.h5 is being written by another `paceline pack`: pid {pid} on .*, since 20"):
             packed(out, force=force, **OPTIONS)
         assert (tmp_path / "a.h5.parts" / "plan.json").read_text() == before
     assert_whole(out, Sentences())
@@ -96,6 +95,6 @@ def test_a_lock_of_a_file_that_is_gone_is_none(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(fcntl, "flock", late)
     with locked(out, folder):
         assert f"pid {os.getpid()} on " in (folder / parts.LOCK).read_text()
-        with pytest.raises(PackBusy):
+        with pytest.raises(Busy, match="is being written by another"):
             locked(out, folder).__enter__()
     assert not folder.exists()

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.core.errors import InvalidSetting
 from paceline.data.grain import Batch
-from paceline.parallel.batch_norm.synchronized import GroupDoesNotDivide, JoinedBatchNorm, JoinedNorms, NotCalled
+from paceline.parallel.batch_norm.synchronized import JoinedBatchNorm, JoinedNorms, NotCalled
 from paceline.world.link import Link
 from tests.ranks import RanksFailed, ranks, run_ranks
 from tests.train.apart import fit
@@ -149,7 +150,7 @@ def test_what_a_class_of_its_own_does_around_the_norm_stays(link: Link) -> None:
 
 @ranks(4)
 def test_groups_must_divide_the_ranks(link: Link) -> None:
-    with pytest.raises(GroupDoesNotDivide, match="is 3, and the number of ranks, 4, is no multiple") as raised:
+    with pytest.raises(InvalidSetting, match="is 3, and the number of ranks, 4, is not a multiple") as raised:
         JoinedNorms(make(nn.BatchNorm1d), link.world, 3, timeout=timedelta(seconds=30))
     assert raised.value.hint == "set it to 2 or 4, or `all`"
 

@@ -1,4 +1,4 @@
-"""What a process that sums in the order of the tree leaves behind; tests/train/test_exact_sums.py proves the bits."""
+"""Sums in the order of the tree leave no state behind; tests/promises/test_exact_sums.py proves the bits."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from paceline.core.errors import Failed
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import (
     CannotRun,
     Choice,
-    NothingRuns,
     choose,
     finalists,
 )
@@ -67,7 +67,7 @@ def test_what_cannot_run_is_said_and_left() -> None:
     choice = choose(ALL, *clocks({"-O2": 2.0, "-O0": 1.0}))
     assert choice.candidate == Candidate(0)
     assert "-O2 + kernels cannot run here: no such thing" in choice.notes
-    with pytest.raises(NothingRuns, match="-O2 \\+ kernels: no such thing") as caught:
+    with pytest.raises(Failed, match="-O2 \\+ kernels: no such thing") as caught:
         choose(ALL, *clocks({}))
     assert "-O0" in caught.value.hint
 

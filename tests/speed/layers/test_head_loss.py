@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.core.errors import InvalidData, InvalidSetting
 from paceline.layers import LinearCrossEntropy, linear_cross_entropy
-from paceline.speed.layers.head_loss import BadChunk, BadSmoothing, TargetMisfit, _head_loss
+from paceline.speed.layers.head_loss import _head_loss
 from paceline.speed.layers.kernels.ways import MEASURED, using
 
 TOKENS, WIDTH, VOCABULARY, IGNORED = (3, 7), 8, 29, 1
@@ -127,12 +128,12 @@ def test_one_token_without_a_batch() -> None:
 def test_mistakes_are_told() -> None:
     hidden, weight, _, target = case(torch.float32)
     for labels, number in ((target[:, :-1], "18 labels"), (target[:1, :1], "1 label")):
-        with pytest.raises(TargetMisfit, match=f"`hidden` has 21 tokens, but `target` {number}"):
+        with pytest.raises(InvalidData, match=f"`hidden` has 21 tokens, but `target` {number}"):
             linear_cross_entropy(hidden, weight, labels)
     for chunk in (0, -1):
-        with pytest.raises(BadChunk, match=f"`chunk` is {chunk}"):
+        with pytest.raises(InvalidSetting, match=f"`chunk` is {chunk}"):
             linear_cross_entropy(hidden, weight, target, chunk=chunk)
-    with pytest.raises(BadSmoothing, match="`label_smoothing` is 10.0"):
+    with pytest.raises(InvalidSetting, match="`label_smoothing` is 10.0"):
         linear_cross_entropy(hidden, weight, target, label_smoothing=10.0)
 
 

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.core.errors import Conflict, InvalidData
 from paceline.layers import Packing, packed_attention
 from paceline.speed.layers.kernels.ways import MEASURED, using
-from paceline.speed.layers.packed_attention import CausalAcross, PackingMisfit, RowsTooShort, SequencesDiffer
+from paceline.speed.layers.packed_attention import SequencesDiffer
 from tests.recipes.speech.kernels.quartznet.separable import distance
 
 HEADS, WIDTH = 2, 8
@@ -92,16 +93,16 @@ def test_dropout_is_fair_and_mistakes_are_told() -> None:
     torch.manual_seed(0)
     mean = torch.stack([packed_attention(*inputs, packing, dropout=0.3) for _ in range(4000)]).mean(0)
     torch.testing.assert_close(mean, packed_attention(*inputs, packing), atol=0.1, rtol=0.1)
-    with pytest.raises(PackingMisfit, match="`key` has 6 tokens, but its packing 7"):
+    with pytest.raises(InvalidData, match="`key` has 6 tokens, but its packing 7"):
         packed_attention(inputs[0], inputs[1][:6], inputs[2], packing)
-    with pytest.raises(CausalAcross):
+    with pytest.raises(Conflict, match="causal attention looks back"):
         packed_attention(*inputs, packing, key_packing=Packing.of([4, 3]), is_causal=True)
     with pytest.raises(SequencesDiffer, match="`key_packing` has 1 sequence, but the packing 2"):
         packed_attention(*inputs, packing, key_packing=Packing.of([7]))
     rows = torch.zeros(3, 5)
     with pytest.raises(SequencesDiffer, match="the tensor has 3 sequences, but the packing 2"):
         packing.pack(rows)
-    with pytest.raises(RowsTooShort, match="rows have room for 3 tokens, but a sequence has 4"):
+    with pytest.raises(InvalidData, match="rows have room for 3 tokens, but a sequence has 4"):
         packing.pack(rows[:2, :3])
     assert Packing.of([4, 3], longest=9).pack(rows[:2]).shape == (7,)
 

@@ -18,28 +18,15 @@ from typing import Any
 import numpy as np
 
 from paceline.core.disk import cannot_write, is_aside, replacing
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData
 from paceline.core.json_text import json_text
 from paceline.core.paths import near
 from paceline.data.packed.reader import Packed
 from paceline.data.packed.verify import CheckedRows, RowDamaged
-from paceline.recipes.speech.manifest.packed import durations
 
 MANIFEST = "manifest.json"
 LIST = ".paceline-extracted"
 """File in the folder that lists the names of the others, as JSON."""
-
-
-class NothingExtracted(PacelineError):
-    """Every row is damaged."""
-
-    path: Path
-    sentence = "{place}: not one of the rows is what was packed"
-    hint = "pack it again from what it was made of"
-
-    @property
-    def place(self) -> str:
-        return near(self.path)
 
 
 @dataclass
@@ -95,7 +82,7 @@ def extract(
             if progress is not None:
                 progress(number)
         if not lines:
-            raise NothingExtracted(packed.path)
+            raise InvalidData(f"{near(packed.path)}: every row is damaged", hint="pack it again from its original data")
         with replacing(result.manifest) as file:
             file.writelines(f"{line}\n" for line in map(json_text, lines))
     except OSError as error:
@@ -155,13 +142,14 @@ def file_names(tags: list[str], suffix: str) -> list[str]:
 def _speech(packed: Packed, row: int, path: Path, name: str) -> dict[str, Any]:
     import soundfile
 
-    audio, text = packed.of_kind("audio"), packed.of_kind("text")
+    audio, text, seconds = packed.of_kind("audio"), packed.of_kind("text"), packed.seconds()
     assert audio is not None
+    assert seconds is not None
     # In memory first: libsndfile does not name a full disk as the reason of an error.
     buffer = io.BytesIO()
     soundfile.write(buffer, np.asarray(audio.view(row)), packed.sample_rate, subtype="PCM_16", format="WAV")
     path.write_bytes(buffer.getbuffer())
-    line = {"audio_filepath": name, "duration": float(durations(packed)[row])}
+    line = {"audio_filepath": name, "duration": float(seconds[row])}
     return {**line, **({} if text is None else {"text": text.text(row)}), **packed.extra(row)}
 
 

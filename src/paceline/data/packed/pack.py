@@ -25,7 +25,7 @@ from typing import Protocol
 import xxhash
 
 from paceline.core.disk import CannotWrite, cannot_write
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, InvalidData, PacelineError
 from paceline.core.paths import near
 from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.layout import About, Layout, PackedFile, PackingRecord
@@ -74,25 +74,6 @@ class PackExists(PacelineError):
     @property
     def place(self) -> str:
         return near(self.path)
-
-
-class NothingToPack(PacelineError):
-    """Not one row is left."""
-
-    skipped: Sequence[str]
-    sentence = "there is nothing to pack{reasons}"
-    hint = "give data with at least one row that can be read"
-
-    @property
-    def reasons(self) -> str:
-        return "".join(f"\n  {line}" for line in self.skipped[:_MOST_SHOWN])
-
-
-class WorkerDied(PacelineError):
-    """A process that read rows was killed, most likely for lack of memory."""
-
-    sentence = "a process that read data was killed"
-    hint = "type the same command to go on; fewer `--processes` need less memory"
 
 
 @dataclass
@@ -292,7 +273,10 @@ class _Packer:
     def _finish(self) -> None:
         if not self._shard_rows:
             if not self._waiting or not self._write(self._out):
-                raise NothingToPack(self._skipped())
+                reasons = "".join(f"\n  {line}" for line in self._skipped()[:_MOST_SHOWN])
+                raise InvalidData(
+                    f"there is nothing to pack{reasons}", hint="give data with at least one row that can be read"
+                )
             self._result.files = [self._out]
             return
         if self._waiting:
@@ -339,7 +323,10 @@ def in_processes(make: Make, missing: Sequence[int], processes: int) -> Iterator
             for future in done:
                 yield future.result()
     except BrokenProcessPool:
-        raise WorkerDied from None
+        raise Failed(
+            "a process that read data was killed",
+            hint="type the same command to continue; fewer `--processes` need less memory",
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
         _make = None

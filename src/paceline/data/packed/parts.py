@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.core.disk import is_aside, replacing, sync
-from paceline.core.errors import PacelineError
+from paceline.core.errors import AlreadyExists, Busy
 from paceline.core.paths import near
 from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.layout import PackedFile, Shards
@@ -27,31 +27,6 @@ LOCK = "lock"
 """File in the folder that names the process which holds it."""
 _PLAN = "plan.json"
 """Name of the packing and, each in a line, the files that it replaces."""
-
-
-class OtherParts(PacelineError):
-    """Parts of another packing are in the way."""
-
-    folder: Path
-    sentence = "{place} holds parts of a packing that was not finished, of other data, code or options"
-    hint = "give the same inputs and options to go on with it; `--force` begins anew"
-
-    @property
-    def place(self) -> str:
-        return near(self.folder)
-
-
-class PackBusy(PacelineError):
-    """Another process is packing the same file."""
-
-    path: Path
-    owner: str
-    sentence = "{place} is being written by another `paceline pack`: {owner}"
-    hint = "wait for it or stop it, or name another file"
-
-    @property
-    def place(self) -> str:
-        return near(self.path)
 
 
 class Parts:
@@ -110,7 +85,10 @@ def open_parts(out: Path, identity: str, force: bool) -> Parts:
         return Parts(out, folder, pack, replaced | planned)
     leftovers = [path for path in folder.iterdir() if path.name not in (_PLAN, LOCK)]
     if not force and (pack or not all(is_aside(path.name) for path in leftovers)):
-        raise OtherParts(folder)
+        raise AlreadyExists(
+            f"{near(folder)} holds parts of an unfinished packing of different data, code or options",
+            hint="give the same inputs and options to continue it; `--force` starts again",
+        )
     if pack:
         # A kill may have come when shards had their names: no file names them, unless `out` does.
         replaced |= planned | set(_shards_named(out, pack))
@@ -156,7 +134,10 @@ def _lock(out: Path, folder: Path) -> int:
         except BlockingIOError:
             owner = os.read(descriptor, 1000).decode(errors="replace").strip()
             os.close(descriptor)
-            raise PackBusy(out, owner or "one that has just begun") from None
+            raise Busy(
+                f"{near(out)} is being written by another `paceline pack`: {owner or 'one that has just started'}",
+                hint="wait for it or stop it, or name another file",
+            ) from None
         except OSError:
             return descriptor  # a file system without locks: nothing can be promised there
         if _is_at(folder / LOCK, descriptor):

@@ -107,6 +107,13 @@ class Packed:
         """Return the first stream of this kind."""
         return next((stream for stream in self._streams.values() if stream.kind == kind), None)
 
+    def seconds(self) -> NDArray[np.float64] | None:
+        """Return the duration of each row: as its manifest gave it, else by its samples; None without audio."""
+        audio = self.of_kind("audio")
+        if "lengths" in self.columns and (audio is not None or self.of_kind("features") is not None):
+            return self.columns["lengths"].astype(np.float64)
+        return None if audio is None or self.sample_rate is None else audio.lengths / self.sample_rate
+
     def extra(self, row: int) -> dict[str, Any]:
         """Return further keys of the row's line in its manifest: `{"speaker": "anna"}`."""
         raw = b"" if self.extras is None else self.extras.raw(row)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed
 from paceline.world.installed import has_triton
 
 ALIGNMENT = 16
@@ -22,13 +22,6 @@ KEPT = 40
 """Tables per optimizer: gradients come to lie in a few places in turn, those of recorded steps by shape."""
 RESERVE = 32
 """Tables that may be made while CUDA graphs are captured, where no page-locked memory can be had."""
-
-
-class NoRoomInCapture(PacelineError):
-    """A CUDA graph is captured, and there is no page-locked memory for the addresses in it."""
-
-    sentence = f"no memory is set aside for this captured update, or {RESERVE} captures have used it up"
-    hint = "make one update before the first capture, and keep gradients in place: `zero_grad(set_to_none=False)`"
 
 
 def has_kernels(dtype: torch.dtype, device: torch.device, fused: bool | None) -> bool:
@@ -157,7 +150,11 @@ class Tables:
                 )
             return values.pin_memory()
         if not self._reserve or self._reserve[-1].numel() < values.numel():
-            raise NoRoomInCapture
+            raise Failed(
+                f"no memory is set aside for this captured update, or {RESERVE} captures have used it up",
+                hint="make one update before the first capture, and keep gradients in place: "
+                "`zero_grad(set_to_none=False)`",
+            )
         return self._reserve.pop()[: values.numel()].copy_(values)
 
 

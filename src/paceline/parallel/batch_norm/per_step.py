@@ -28,18 +28,11 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import TaskContract
 from paceline.core.torch_private import BatchNorm, foreach_copy_
 from paceline.parallel.batch_norm.shares import RunningStatistics, SyncBatchNormRefused
 from paceline.parallel.batch_norm.synchronized import JoinedBatchNorm
 from paceline.world.link import Link
-
-
-class BesideMoved(PacelineError):
-    """A module beside the model that has got other buffers since the model was prepared."""
-
-    sentence = "a module in `beside` was moved or cast after the engine was prepared: its statistics are others now"
-    hint = "call `prepare` of the module's own engine first, then that of the engine whose loss runs it, too"
 
 
 class StepStatistics(RunningStatistics):
@@ -134,7 +127,10 @@ class StepStatistics(RunningStatistics):
         if self._has_beside and any(
             layer.running_mean is not mean for layer, mean in zip(self._all_layers, self._running[::2], strict=True)
         ):
-            raise BesideMoved
+            raise TaskContract(
+                "a module in `beside` was moved or cast after the engine was prepared, which replaced its statistics",
+                hint="call `prepare` of the module's own engine first, then that of the engine whose loss runs it",
+            )
         self._num_grains = num_grains
         self._is_open = num_grains != 1 and bool(self._all_layers)
         if not self._all_layers or not (self._is_open or self._is_one_of_several):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, TaskContract
 from paceline.core.together import Exclusion
 from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_copy_, foreach_mul_, foreach_zero_
 from paceline.parallel.batch_norm.synchronized import JoinedBatchNorm
@@ -27,13 +27,6 @@ from paceline.world.link import Link
 
 _CALLS, _DECAYS = ":calls", ":decays"
 """Entries of `state` that are no buffers; names of buffers have no colon."""
-
-
-class BatchNormFrozen(PacelineError):
-    """A batch norm stopped training in the middle of a stage, where it has only this rank's share."""
-
-    sentence = "a batch norm was put into evaluation mode between two steps; on several ranks it cannot be"
-    hint = "freeze batch norms in `before_stage`, or before the model is prepared"
 
 
 class SyncBatchNormRefused(PacelineError):
@@ -277,7 +270,10 @@ class RunningStatistics:
         """
         if self._layers:
             if not all(layer.training for layer in self._layers):
-                raise BatchNormFrozen
+                raise TaskContract(
+                    "a batch norm was put into evaluation mode between two steps; on several ranks it cannot be",
+                    hint="freeze batch norms in `before_stage`, or before the model is prepared",
+                )
             for aside in self._aside:
                 aside.take()
             self._missed, self._position = number - self._position, number + 1

@@ -18,25 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidSetting, PacelineError
 from paceline.core.together import Exclusion
 from paceline.core.torch_private import BatchNorm
 from paceline.world import group_sockets
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
-
-
-class GroupDoesNotDivide(PacelineError):
-    """The ranks cannot be dealt into groups of this size."""
-
-    group: int
-    ranks: int
-    sentence = "`sync_batchnorm` is {group}, and the number of ranks, {ranks}, is no multiple of that"
-    hint = "set it to {fitting}, or `all`"
-
-    @property
-    def fitting(self) -> str:
-        return " or ".join(str(size) for size in range(2, self.ranks + 1) if self.ranks % size == 0)
 
 
 class NotOneGrainPerRank(PacelineError):
@@ -172,7 +159,11 @@ class JoinedNorms:
 
     def __init__(self, model: nn.Module, world: World, size: int, timeout: timedelta) -> None:
         if world.size % size:
-            raise GroupDoesNotDivide(size, world.size)
+            fitting = " or ".join(str(group) for group in range(2, world.size + 1) if world.size % group == 0)
+            raise InvalidSetting(
+                f"`sync_batchnorm` is {size}, and the number of ranks, {world.size}, is not a multiple of that",
+                hint=f"set it to {fitting}, or `all`",
+            )
         self._world = world
         # A group of its own: backward sends buckets of gradients in between.
         firsts = range(0, world.size, size)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Failed, PacelineError
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.proof import is_faster
 
@@ -42,18 +42,6 @@ class CannotRun(PacelineError):
     advice: str = ""
     sentence = "{why}"
     hint = "{advice}"
-
-
-class NothingRuns(PacelineError):
-    """Every candidate failed, the plain ones too."""
-
-    failures: Mapping[str, str]
-    sentence = "no way to compute a step works here:\n{lines}"
-    hint = "run with `-O0`, which shows the failure as it is"
-
-    @property
-    def lines(self) -> str:
-        return "\n".join(f"  {name}: {why}" for name, why in self.failures.items())
 
 
 @dataclass(frozen=True)
@@ -187,7 +175,10 @@ def finalists(seconds: Mapping[Candidate, float]) -> list[Candidate]:
 def _nothing_runs(failures: Mapping[Candidate, CannotRun]) -> BaseException:
     """Return the failure of the plainest candidate: it says best what is wrong with the task itself."""
     plainest = failures[min(failures, key=lambda candidate: candidate.change)]
-    return plainest.__cause__ or NothingRuns({candidate.name: str(why) for candidate, why in failures.items()})
+    lines = "".join(f"\n  {candidate.name}: {why}" for candidate, why in failures.items())
+    return plainest.__cause__ or Failed(
+        f"no way to compute a step works here:{lines}", hint="run with `-O0`, which shows the failure as it is"
+    )
 
 
 def _short(ms: float) -> str:

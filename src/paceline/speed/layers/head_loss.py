@@ -14,37 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidData, InvalidSetting
+from paceline.core.units import counted
 from paceline.speed.layers.kernels import ways
 from paceline.speed.operators import operator
 
 MOST_LOGITS = 2**27
 """Logits of a chunk, where its size is not given."""
-
-
-class TargetMisfit(PacelineError):
-    """Another number of labels than of tokens."""
-
-    tokens: int
-    labels: int
-    sentence = "`hidden` has {tokens:#token}, but `target` {labels:#label}"
-    hint = "give a label for each token: `hidden` (..., width), `target` (...); `ignore_index` is for those not counted"
-
-
-class BadSmoothing(PacelineError):
-    """A share of the label's probability that is no share."""
-
-    label_smoothing: float
-    sentence = "`label_smoothing` is {label_smoothing}"
-    hint = "give a share of the label's probability, 0 to 1"
-
-
-class BadChunk(PacelineError):
-    """A chunk without tokens."""
-
-    chunk: int
-    sentence = "`chunk` is {chunk}"
-    hint = "give the number of tokens that go through at a time, 1 or more; or leave it out"
 
 
 @operator("linear_cross_entropy")
@@ -245,11 +221,19 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 
 def _check(tokens: Tensor, labels: Tensor, label_smoothing: float, chunk: int | None) -> None:
     if len(tokens) != len(labels):
-        raise TargetMisfit(len(tokens), len(labels))
+        raise InvalidData(
+            f"`hidden` has {counted(len(tokens), 'token')}, but `target` {counted(len(labels), 'label')}",
+            hint="give a label for each token: `hidden` (..., width), `target` (...); "
+            "`ignore_index` is for those not counted",
+        )
     if not 0.0 <= label_smoothing <= 1.0:
-        raise BadSmoothing(label_smoothing)
+        raise InvalidSetting(
+            f"`label_smoothing` is {label_smoothing}", hint="give a share of the label's probability, 0 to 1"
+        )
     if chunk is not None and chunk < 1:
-        raise BadChunk(chunk)
+        raise InvalidSetting(
+            f"`chunk` is {chunk}", hint="give the number of tokens to process at a time, 1 or more; or leave it out"
+        )
 
 
 class LinearCrossEntropy(nn.Module):

@@ -16,37 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Conflict, InvalidData, PacelineError
+from paceline.core.units import counted
 from paceline.speed.layers.kernels import ways
 
 MOST_HEAD_WIDTH = 256
 """Of varlen attention."""
-
-
-class PackingMisfit(PacelineError):
-    """A tensor that has other sequences than its packing says."""
-
-    what: str
-    tokens: int
-    packed: int
-    sentence = "{what} has {tokens:#token}, but its packing {packed}"
-    hint = "pack it with `Packing.of(lengths)` of its own lengths"
-
-
-class TooLong(PacelineError):
-    """A bound on the lengths of sequences that one of them exceeds."""
-
-    length: int
-    longest: int
-    sentence = "a sequence has {length:#token}, but `longest` is {longest}"
-    hint = "give `Packing.of` the length of the longest sequence, or more"
-
-
-class CausalAcross(PacelineError):
-    """Causal attention from one packing to another."""
-
-    sentence = "causal attention looks back in one sequence, but queries and keys have packings of their own"
-    hint = "leave out `key_packing`, or `is_causal`"
 
 
 class SequencesDiffer(PacelineError):
@@ -57,15 +32,6 @@ class SequencesDiffer(PacelineError):
     packed: int
     sentence = "{what} has {sequences:#sequence}, but the packing {packed}"
     hint = "give as many, in the same order; a sequence may be empty"
-
-
-class RowsTooShort(PacelineError):
-    """Padded rows that end before the sequences in them."""
-
-    time: int
-    length: int
-    sentence = "rows have room for {time:#token}, but a sequence has {length}"
-    hint = "pad rows to the longest sequence, or make the packing of the lengths that they have"
 
 
 class Packing(NamedTuple):
@@ -93,7 +59,10 @@ class Packing(NamedTuple):
         np.cumsum(each, out=offsets[1:])
         most = int(each.max(initial=0))
         if longest is not None and longest < most:
-            raise TooLong(most, longest)
+            raise InvalidData(
+                f"a sequence has {counted(most, 'token')}, but `longest` is {longest}",
+                hint="give `Packing.of` the length of the longest sequence, or more",
+            )
         row = most if longest is None else longest
         places = np.repeat(np.arange(len(each)) * row - offsets[:-1], each)
         places += np.arange(len(places))
@@ -132,7 +101,10 @@ class Packing(NamedTuple):
 
     def check(self, tokens: Tensor, what: str) -> None:
         if len(tokens) != self.num_tokens:
-            raise PackingMisfit(what, len(tokens), self.num_tokens)
+            raise InvalidData(
+                f"{what} has {counted(len(tokens), 'token')}, but its packing {self.num_tokens}",
+                hint="pack it with `Packing.of(lengths)` of its own lengths",
+            )
 
     def _check_rows(self, rows: Tensor) -> None:
         """Raise where rows do not hold the sequences; lengths are read on a CPU alone, as a GPU would be waited for."""
@@ -143,7 +115,10 @@ class Packing(NamedTuple):
             return
         length = int(self.offsets.diff().max())
         if time < length:
-            raise RowsTooShort(time, length)
+            raise InvalidData(
+                f"rows have room for {counted(time, 'token')}, but a sequence has {length}",
+                hint="pad rows to the longest sequence, or make the packing of the lengths that they have",
+            )
 
     def mask(self) -> Tensor:
         """Return (sequences, longest), True for tokens."""
@@ -170,7 +145,10 @@ def packed_attention(
     n looks at sequence n.
     """
     if is_causal and key_packing is not None:
-        raise CausalAcross
+        raise Conflict(
+            "causal attention looks back in one sequence, but queries and keys have packings of their own",
+            hint="leave out `key_packing`, or `is_causal`",
+        )
     keys = key_packing or packing
     for tensor, of, what in ((query, packing, "query"), (key, keys, "key"), (value, keys, "value")):
         of.check(tensor, f"`{what}`")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline.core.disk import DiskFull
 from paceline.core.errors import Conflict, InvalidData
-from paceline.data.packed.pack import NothingToPack, pack
+from paceline.data.packed.pack import pack
 from paceline.data.packed.reader import open_packed
 from paceline.recipes.speech.data import pack_source as from_manifest
 from paceline.recipes.speech.data.pack_source import ManifestSource, cut
@@ -94,7 +94,7 @@ def test_broken_recordings(tmp_path: Path) -> None:
     assert (done.num_rows, len(done.skipped)) == (6, 1)
     assert "all.json:4" in done.skipped[0]
     only = ManifestSource(manifest.take([3]), sample_rate=tiny.RATE, skip_bad=True)
-    with pytest.raises(NothingToPack, match="all.json:4"):
+    with pytest.raises(InvalidData, match="all.json:4"):
         pack(only, tmp_path / "c.h5")
 
 

@@ -20,16 +20,18 @@ LOOK_BYTES = 256 << 20
 def read_packed(path: Path, *, source: int, needs_text: bool) -> Manifest:
     """Return all utterances of a packed file, which is number `source` of the manifest's files."""
     packed = open_packed(path)
-    texts = packed.of_kind("text")
+    texts, durations = packed.of_kind("text"), packed.seconds()
     if texts is None and needs_text:
         hint = "pack the manifest with its texts: `paceline pack train.json train.h5`"
         raise PackedMisfit(path, "holds no texts", hint)
+    if durations is None:
+        raise no_audio(packed.path, packed)
     number = len(packed)
     return Manifest(
         (),
         audio_names=packed.tags,
         texts=Strings(np.zeros(0, np.uint8), np.zeros(number + 1, np.int64)) if texts is None else strings(texts),
-        durations=durations(packed),
+        durations=durations,
         offsets=np.full(number, np.nan),
         source_numbers=np.full(number, source, np.int32),
         lines=np.arange(1, number + 1, dtype=np.int32),
@@ -41,16 +43,6 @@ def no_audio(path: Path, packed: Packed) -> PackedMisfit:
     streams = ", ".join(f"{name} ({packed.stream(name).kind})" for name in packed.names)
     hint = "pack the manifest: `paceline pack train.json train.h5`"
     return PackedMisfit(path, f"holds no audio of a known sample rate, but {streams}", hint)
-
-
-def durations(packed: Packed) -> NDArray[np.float64]:
-    """Return the seconds of each utterance: as its manifest gave them, else by its samples."""
-    audio, rate = packed.of_kind("audio"), packed.sample_rate
-    if "lengths" in packed.columns and (audio is not None or packed.of_kind("features") is not None):
-        return packed.columns["lengths"].astype(np.float64)
-    if audio is None or rate is None:
-        raise no_audio(packed.path, packed)
-    return audio.lengths / rate
 
 
 def strings(stream: Stream) -> Strings:

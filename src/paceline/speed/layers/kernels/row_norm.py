@@ -17,7 +17,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import TaskContract
 from paceline.speed.operators import operator
 
 
@@ -146,13 +146,6 @@ def _backward(
     return torch.stack(of_weights), torch.stack([level] * len(ys))
 
 
-class BackwardTwice(PacelineError):
-    """Gradients have taken the place of activations that a second backward would need."""
-
-    sentence = "backward again through residuals whose gradients have taken their place (`-O4`, `auto` on a GPU)"
-    hint = "call backward once for each forward, or type `-O2`"
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ys, _, _, lengths, seed, dropout, _, takes_places = inputs
     ctx.save_for_backward(*output, lengths, *ys)
@@ -171,7 +164,10 @@ def _gradients(ctx: Any, g: Tensor | None, *_: None) -> tuple[Any, ...]:
     if not ctx.takes_places:
         *of_ys, of_weights, of_biases = row_norm_backward(*inputs)
     elif ctx.is_spent or torch.is_grad_enabled():  # the latter for gradients of these gradients
-        raise BackwardTwice
+        raise TaskContract(
+            "backward again through residuals whose gradients have replaced them (`-O4`, `auto` on a GPU)",
+            hint="call backward once for each forward, or type `-O2`",
+        )
     else:
         of_ys = [torch.empty_like(y) if y.is_contiguous() else y.data for y in ys]
         of_weights, of_biases = _backward(*inputs, of_ys)

@@ -1,11 +1,10 @@
 """Writes docs/options.md and its twin: every option of every command, from the models that commands are made of.
 
-`python docs/options.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
+`python -m tools.docs.options` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -24,14 +23,12 @@ from paceline.config.settings import GroupSettings, TrainConfig
 from paceline.lab.sweep.command import SweepCommand
 from paceline.lab.tune.command import TuneCommand
 from paceline.train.find_task import find_task, recipe_names
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pages import in_chinese, text, write  # beside this file
+from tools.docs.pages import in_chinese, text, write
 
 __all__ = ["in_chinese", "page"]
 
 HEAD = """\
-<!-- Written by docs/options.py from the settings themselves: change those, not this page. -->
+<!-- Written by tools/docs/options.py from the settings themselves: change those, not this page. -->
 # Options
 
 Every setting has one name everywhere: `global_batch` in Python and in YAML, `--global-batch` on the command line.

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import soundfile
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
 
 
 def load() -> ModuleType:

@@ -16,7 +16,7 @@ import torch
 from paceline.world.link import Link
 from tests.ranks import ranks
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
 
 
 def load() -> ModuleType:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.core.language import ENGLISH, language, speaking, table
+from tools.docs import translate
 
-sys.path.insert(0, str(Path(__file__).parent))
-import translate  # beside this file
-
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
 asked: set[str] = set()
-"""Texts that a page in Chinese was asked for, for `docs/words.py`."""
+"""Texts that a page in Chinese was asked for, for `tools/docs/words.py`."""
 
 
 def text(english: str) -> str:

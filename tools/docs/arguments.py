@@ -1,6 +1,6 @@
 """Writes src/paceline/config/arguments.py: the settings as keyword arguments, for type checkers and editors.
 
-`python docs/arguments.py` writes the file; `tests/config/test_arguments.py` fails while it differs from that.
+`python -m tools.docs.arguments` writes the file; `tests/config/test_arguments.py` fails while it differs from that.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import BaseModel
 from paceline.config.sections import Option, parts
 from paceline.config.settings import DataSettings, EngineConfig, Section, TrainConfig
 
-FILE = Path(__file__).parents[1] / "src" / "paceline" / "config" / "arguments.py"
+FILE = Path(__file__).parents[2] / "src" / "paceline" / "config" / "arguments.py"
 HEAD = '''\
 """The settings as keyword arguments of `fit`, `Engine` and `Engine.batches`, for type checkers and editors.
 
-Written by docs/arguments.py from the settings themselves: change those, not this file. A type here is what may be
+Written by tools/docs/arguments.py from the settings themselves: change those, not this file. A type here is what may be
 given: a path also as text, a tuple as any sequence.
 """
 
@@ -82,7 +82,7 @@ def _written(kind: Any) -> list[str]:
         return ["str", "Path"]
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [kind.__name__, "Mapping[str, object]"]
-    assert kind in (int, float, str, bool), f"docs/arguments.py cannot write {kind}"
+    assert kind in (int, float, str, bool), f"tools/docs/arguments.py cannot write {kind}"
     return [kind.__name__]
 
 

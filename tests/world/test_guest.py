@@ -1,8 +1,4 @@
-"""A run gives the process back as it was, and what torch and other libraries read of it meanwhile can be read.
-
-On ce01e4b `torch.export.export`, `cudnn.flags()` and `cudnn.allow_tf32` raised RuntimeError after `Engine()`, and a run
-left threads and random numbers as it had set them.
-"""
+"""A run restores the process as it was, and torch and other libraries can read its state meanwhile."""
 
 from __future__ import annotations
 
@@ -241,7 +237,6 @@ def test_other_libraries_can_read_and_set_precisions_while_an_engine_works(mode:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell the difference")
 def test_threads_that_the_environment_asks_for_are_respected() -> None:
-    """On ce01e4b an engine took all cores, whatever OMP_NUM_THREADS said."""
     assert os.environ["OMP_NUM_THREADS"] == "1"  # conftest.py
     before = torch.get_num_threads()
     torch.set_num_threads(2)

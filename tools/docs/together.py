@@ -1,15 +1,13 @@
 """Writes docs/together.md and its twin: what cannot go together, from the declarations that checks are made of.
 
-`python docs/together.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
+`python -m tools.docs.together` writes the page; `tests/test_docs.py` fails while it differs from that.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import paceline
 from paceline.config.settings import TrainConfig, exclusions_of
@@ -17,22 +15,20 @@ from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
 from paceline.train.autotune.limits import GRAPHS, KERNELS
 from paceline.train.find_task import find_task, recipe_names
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pages import in_chinese, text, write  # beside this file
+from tools.docs.pages import in_chinese, text, write
 
 __all__ = ["in_chinese", "page"]
 
 HEAD = """\
-<!-- Written by docs/together.py from the declarations in the code: change those, not this page. -->
+<!-- Written by tools/docs/together.py from the declarations in the code: change those, not this page. -->
 # What goes together
 
 Everything, except what is on this page. Each entry has a reason: **mathematics** (the pair has no meaning, or no exact
 result), **hardware** (the device cannot), **one thing twice** (both settings say the same thing, and one must win), or
 **not written** (it could be, and is not yet).
 Whatever is not here trains, with the same losses as without the other feature where that one changes no numbers.
-`tests/train/test_together.py` takes features two at a time, on 1 and 2 ranks: each pair trains with the losses that it
-must have, or is refused by an entry of this page and by nothing else. CI runs a sample, `make full` all of them.
+`tests/promises/test_together.py` takes features two at a time, on 1 and 2 ranks: each pair trains with the losses that
+it must have, or is refused by an entry of this page and by nothing else. CI runs a sample, `make full` all of them.
 """
 SETTINGS = """\
 ## Refused when the settings are read

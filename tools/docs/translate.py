@@ -1,8 +1,8 @@
 """Compares the pages in Chinese (docs/zh/, README.zh.md) with the English pages that they are made from.
 
-    python docs/translate.py --stale            lists pages that are missing, stale or orphaned, and what to do
-    python docs/translate.py --check [PAGE ...] fails unless each page has a faithful, fresh twin; PAGE: some only
-    python docs/translate.py --stamp PAGE ...   writes the digest of the English page into the first line of its twin
+    python -m tools.docs.translate --stale             lists pages that are missing, stale or orphaned, and what to do
+    python -m tools.docs.translate --check [PAGE ...]  fails unless each page, or PAGE, has a faithful, fresh twin
+    python -m tools.docs.translate --stamp PAGE ...    writes the digest of the English page into its twin
 
 A twin has the headings, code blocks, tables, links, inline code and numbers of the English page. Words are the
 translator's: inside of a section (from one heading to the next) everything may come in another order. The first line
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STAMP = re.compile(r"<!-- source: (\S+) sha256:([0-9a-f]{16}) -->")
 _FENCE = re.compile(r"^[ ]*(`{3,}|~{3,})(.*)$")
 _HEADING = re.compile(r"^(#{1,6}) +(.+?)(?: *\{ *#([\w-]+) *\})? *$")
@@ -220,7 +220,7 @@ def differences(page: str, english: str, chinese: str) -> Iterator[Difference]:
         first = f"<!-- source: {page} sha256:{digest(english)} -->"
         yield Difference(name, 1, "the first line does not name its source", f"make it `{first}`")
     elif stamp[2] != digest(english):
-        remedy = f"bring the text up to date, then run `python docs/translate.py --stamp {name}`"
+        remedy = f"bring the text up to date, then run `python -m tools.docs.translate --stamp {name}`"
         yield Difference(name, 1, f"stale: {page} has changed since this was made from it", remedy)
     ours, theirs = read(english, page), read(chinese, name)
     yield from _headings(page, ours, theirs, chinese)
@@ -367,7 +367,7 @@ def main(words: Sequence[str]) -> int:
     for difference in found:
         print(difference)
     if found:
-        print(f"{len(found)} differences; `python docs/translate.py --stale` lists the pages to work on")
+        print(f"{len(found)} differences; `python -m tools.docs.translate --stale` lists the pages to work on")
     return 1 if found else 0
 
 

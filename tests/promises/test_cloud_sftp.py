@@ -11,8 +11,8 @@ import torch
 import paceline
 from paceline.core.cloud.store import Store
 from paceline.train.fit import fit
+from tests.promises.test_cloud_runs import SETTINGS, weights
 from tests.train.small import SmallTask
-from tests.train.test_cloud_runs import SETTINGS, weights
 
 PASSWORD = "a-password-of-a-test-0123456789"
 

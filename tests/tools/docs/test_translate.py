@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import markdown
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tools.docs import translate
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_translate", ROOT / "docs" / "translate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-translate = _load()
+ROOT = Path(__file__).parents[3]
 
 ENGLISH = """\
 # Tuning for speed

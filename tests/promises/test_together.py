@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.data.packing import packed
+from tests.promises.together import FEATURES, SLOW, Outcome, digits_of, pairs, reference_of, refusals, sample, train
 from tests.train.sharded import NUM_SAMPLES, points
-from tests.train.together import FEATURES, SLOW, Outcome, digits_of, pairs, reference_of, refusals, sample, train
 
 SEED = 16
 

@@ -20,7 +20,7 @@ from paceline.observe.journal import read
 from paceline.train.checkpoint.reader import newest
 from paceline.world.signals import STOP_SIGNALS
 from tests.crash import _context
-from tests.train.stormy import ready_file
+from tests.promises.stormy import ready_file
 
 TASK = f"{Path(__file__).parent / 'stormy.py'}:Stormy"
 SETTINGS = [

@@ -1,6 +1,6 @@
 """Writes docs/api.md and its twin in docs/zh: the public names of `paceline`, from their signatures and docstrings.
 
-`python docs/api.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
+`python -m tools.docs.api` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,14 +18,12 @@ from pydantic import BaseModel
 import paceline
 from paceline.config.sections import parts
 from paceline.train import task
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pages import in_chinese, text, write  # beside this file
+from tools.docs.pages import in_chinese, text, write
 
 __all__ = ["in_chinese", "page"]
 
 HEAD = """\
-<!-- Written by docs/api.py from the docstrings: change those, not this page. -->
+<!-- Written by tools/docs/api.py from the docstrings: change those, not this page. -->
 # Python API
 
 How these names are used together: [tasks](task.md) and [your own loop](own-loop.md).
@@ -88,7 +84,7 @@ def page() -> str:
     """Return the whole page."""
     missing = set(paceline.__all__) - SYNONYMS - {name for names in GROUPS.values() for name in names}
     missing -= {kind.__name__ for kind in task.OPT_IN}  # listed below `Task`
-    assert not missing, f"add {missing} to a group of docs/api.py"
+    assert not missing, f"add {missing} to a group of tools/docs/api.py"
     blocks = [text(HEAD), *_modules()]
     for group, names in GROUPS.items():
         blocks.append(f"## {text(group)}\n")

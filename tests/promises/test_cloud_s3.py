@@ -14,8 +14,8 @@ from paceline.cli.main import main
 from paceline.core.cloud.store import Store
 from paceline.train.fit import fit, run_mode
 from tests.crash import KILLED, run_until_death
+from tests.promises.test_cloud_runs import SETTINGS, weights
 from tests.train.small import SmallTask
-from tests.train.test_cloud_runs import SETTINGS, weights
 
 SECRET = "a-secret-of-a-test-0123456789"
 NAMES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "PACELINE_COPIES")

@@ -13,7 +13,7 @@ from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS, main
 from paceline.core.language import words_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMON = (  # what a user meets in the first weeks
     *("is missing", "there is no such option", "there is no such setting", "did you mean {name}?", "must be {what}"),
     *("belongs to no option", "is a flag and takes no value", "needs a value before {word}", "above {limit}"),
@@ -24,7 +24,7 @@ COMMON = (  # what a user meets in the first weeks
 
 
 def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_words", ROOT / "docs" / "words.py")
+    spec = importlib.util.spec_from_file_location("docs_words", ROOT / "tools" / "docs" / "words.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -20,7 +20,7 @@ from paceline.recipes.continual.settings import ContinualSettings
 from tests.commands import run_command
 from tests.recipes.continual.small import alone, train
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "continual" / "main.py"
 
 

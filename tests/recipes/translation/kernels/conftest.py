@@ -1,0 +1,3 @@
+"""Fixtures of tests of kernels."""
+
+from tests.recipes.speech.kernels.conftest import interpreted as interpreted
