@@ -22,7 +22,6 @@ from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.cloud.address import Place, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import Conflict, PacelineError
-from paceline.core.language import phrase
 from paceline.core.paths import near
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
 from paceline.core.terminal import emit, tell
@@ -283,12 +282,12 @@ def call_data_function(spec: str) -> Any:
 
     path, separator, name = spec.rpartition(":")
     if not separator:
-        raise NoDataFunction(spec, phrase("the name of a function is missing"))
+        raise NoDataFunction(spec, "the name of a function is missing")
     try:
         module = tasks.import_file(Path(path))
     except tasks.UnknownTask as error:
         raise NoDataFunction(spec, str(error)) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise NoDataFunction(spec, phrase("{path} has no function {name!r}", path=path, name=name))
+        raise NoDataFunction(spec, f"{path} has no function {name!r}")
     return guarded(Path(path), f"{name}() is called", function)

@@ -11,7 +11,6 @@ from paceline.cli.eval import UseOptions, call_data_function, data_twice, open_r
 from paceline.core.cloud.address import Place, shown
 from paceline.core.cloud.file_copy import send
 from paceline.core.errors import Conflict
-from paceline.core.language import said
 from paceline.core.terminal import tell
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def _stream(task: Task, config: TrainConfig, link: Link, inputs: Sequence[str], 
             task.stream(stepper.model, inputs, sys.stdout, as_json=options.json)
             return 0
         # Hours may pass, and live audio may have no end: what was heard so far is there to be read.
-        advice = said("what was predicted so far is in it: make room, or choose another `--out`")
+        advice = "what was predicted so far is in it: make room, or choose another `--out`"
         with OutputFile(options.out, advice) as file:
             number = task.stream(stepper.model, inputs, file, as_json=options.json)
     send(options.out)

@@ -12,7 +12,6 @@ from pydantic.config import JsonDict
 from paceline.config.aliases import SHORT, aliases_of
 from paceline.config.parse import Given, choices, expand, is_flag, length, sequence
 from paceline.config.problems import WORDS, Place, Problem, nearest
-from paceline.core.language import said
 
 HELP_WORDS = ("-h", "--help")
 CONFIG = "config"
@@ -97,7 +96,7 @@ class _Reader:
                 values = [self._words[place] for place in taken]
                 raw = values if sequence(annotation) is not None else values[0]
                 self.typed.given[name] = Given(raw, name.upper(), " ".join(values), (WORDS, taken[0]))
-        hint = said("options are typed as --name value, flags as --name or --no-name")
+        hint = "options are typed as --name value, flags as --name or --no-name"
         self.typed.problems += [
             Problem(self._words[place], "belongs to no option", hint, place=(WORDS, place)) for place in loose
         ]
@@ -162,9 +161,9 @@ class _Reader:
         """Note that an option has no value, and which it could have."""
         meant = resolve(self._model, where.lstrip("-")) or ""
         is_last = self._at == len(self._words)
-        what = "needs a value" if is_last else said("needs a value before {word}").format(word=self._words[self._at])
+        what = "needs a value" if is_last else f"needs a value before {self._words[self._at]}"
         known = choices(self._model.model_fields[meant].annotation) if meant else []
-        hint = said("one of {values}").format(values=", ".join(map(str, known))) if len(known) > 1 else ""
+        hint = f"one of {', '.join(map(str, known))}" if len(known) > 1 else ""
         self.typed.problems.append(Problem(where, what, hint, place=self._place, meant=meant))
 
     def _is_verbatim(self, where: str) -> bool:
@@ -184,7 +183,7 @@ class _Reader:
         if before is not None and not is_open:
             again = f"{where} {' '.join(values)}" if is_shown else where
             once = f"{before.where} {before.text}".strip()
-            what = said("given twice, first as {once}").format(once=once)
+            what = f"given twice, first as {once}"
             self.typed.problems.append(Problem(again, what, "keep one of them", place=self._place))
             return
         raw: object = values[0]
@@ -199,7 +198,7 @@ class _Reader:
             word = self._words[self._at]
             self._at += 1
             right = where if word.lower() in ("true", "yes", "1") else where.replace("--", "--no-", 1)
-            hint = said("type {words}").format(words=right)
+            hint = f"type {right}"
             self.typed.problems.append(Problem(where, "is a flag and takes no value", hint, word, self._place))
 
     def _unknown(self, where: str, name: str, attached: str | None) -> None:
@@ -209,7 +208,7 @@ class _Reader:
             self.typed.swallowed.append(self._at)
             self._at += 1
         meant = nearest(name.replace("-", "_").removeprefix("no_"), self._options)
-        hint = said("did you mean {name}?").format(name=dashed(meant)) if meant else ""
+        hint = f"did you mean {dashed(meant)}?" if meant else ""
         self.typed.problems.append(
             Problem(
                 where,

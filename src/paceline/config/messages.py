@@ -15,7 +15,6 @@ from paceline.config.plugin_name import NO_SUCH_PLUGIN, all_choices, group_of
 from paceline.config.problems import Problem, nearest
 from paceline.core import plugins
 from paceline.core.errors import PacelineError
-from paceline.core.language import said
 from paceline.core.units import worded
 
 _LIMITS = {
@@ -90,7 +89,7 @@ def across(
 def _split(text: str) -> tuple[str, str]:
     """Split `where: what`."""
     head, _, tail = text.partition(": ")
-    return (head, tail) if tail else (said("settings"), text)
+    return (head, tail) if tail else ("settings", text)
 
 
 def _problem(name: str, details: list[Any], model: type[BaseModel], given: Given | None) -> Problem:
@@ -100,10 +99,10 @@ def _problem(name: str, details: list[Any], model: type[BaseModel], given: Given
     field = _Field(
         annotation=model.model_fields[name].annotation if name in model.model_fields else None,
         where=dashed(name) if given is None else given.where,
-        text=said("{value!r} (the default)").format(value=details[0]["input"]) if given is None else given.text,
+        text=f"{details[0]['input']!r} (the default)" if given is None else given.text,
     )
     if field.num_values is not None and any(detail["type"] in ("missing", "too_long") for detail in details):
-        needs = worded(said("needs {number:#value}"), {"number": field.num_values})
+        needs = worded("needs {number:#value}", {"number": field.num_values})
         return Problem(field.where, needs, given=field.text)
     if field.section is not None:
         return _section_problem(field, field.section, details[0])
@@ -151,16 +150,16 @@ def _value_problem(field: _Field, details: list[Any]) -> Problem:
     """Return the problem of a value, or of an entry of a list of values."""
     inner, wrong = _inner(details[0]["loc"]), details[0]["input"]
     is_entry = bool(inner) and isinstance(inner[0], int)
-    entry = said("value {number} ").format(number=inner[0] + 1) if is_entry else ""
+    entry = f"value {inner[0] + 1} " if is_entry else ""
     raised = [_own_words(detail) for detail in details if detail["type"] in ("value_error", "assertion_error")]
     others = [detail for detail in details if detail["type"] != NO_SUCH_PLUGIN]
-    phrases = [*map(_phrase, others), *([said("a plugin's: ") + ", ".join(field.plugins)] if field.plugins else [])]
-    what = raised[0] if raised else said("must be {what}").format(what=said(", or ").join(dict.fromkeys(phrases)))
+    phrases = [*map(_phrase, others), *(["a plugin's: " + ", ".join(field.plugins)] if field.plugins else [])]
+    what = raised[0] if raised else f"must be {', or '.join(dict.fromkeys(phrases))}"
     meant = nearest(wrong, field.choices) if isinstance(wrong, str) and not raised else None
     advice = next((error.hint for detail in details if isinstance(error := _raised(detail), PacelineError)), "")
     if not advice and len(others) < len(details):
-        advice = said(_PLUGIN_HINTS[plugins.are_enabled()])
-    hint = said("did you mean {name}?").format(name=meant) if meant else advice
+        advice = _PLUGIN_HINTS[plugins.are_enabled()]
+    hint = f"did you mean {meant}?" if meant else advice
     return Problem(field.where, entry + what, hint, field.text)
 
 
@@ -173,22 +172,22 @@ def _section_problem(field: _Field, model: type[BaseModel], detail: Any) -> Prob
     """Return the problem of a setting inside a nested section."""
     where, text, inner = field.where, field.text, _inner(detail["loc"])
     is_entry = bool(inner) and isinstance(inner[0], int)
-    entry = said("entry {number}: ").format(number=inner[0] + 1) if is_entry else ""
+    entry = f"entry {inner[0] + 1}: " if is_entry else ""
     path = entry + ".".join(str(part) for part in (inner[1:] if entry else inner))
     if detail["type"] == "extra_forbidden":
         meant = nearest(str(inner[-1]), model.model_fields)
-        every = said("there are: {names}").format(names=", ".join(model.model_fields))
-        hint = said("did you mean {name}?").format(name=meant) if meant else every
-        return Problem(where, said("{name}: there is no such setting").format(name=path), hint, text)
+        every = f"there are: {', '.join(model.model_fields)}"
+        hint = f"did you mean {meant}?" if meant else every
+        return Problem(where, f"{path}: there is no such setting", hint, text)
     if detail["type"] == "missing":
-        return Problem(where, said("{name} is missing").format(name=path), given=text)
+        return Problem(where, f"{path} is missing", given=text)
     if detail["type"] in ("model_type", "model_attributes_type"):
         keys = ",".join(f"{name}=..." for name in model.model_fields)
-        return Problem(where, "cannot be understood", said("write {keys} or a JSON object").format(keys=keys), text)
+        return Problem(where, "cannot be understood", f"write {keys} or a JSON object", text)
     raised: Any = _raised(detail)
     if raised is not None:  # by a validator of the setting
         return Problem(where, str(raised), raised.hint if isinstance(raised, PacelineError) else "", text)
-    must = said("{name} must be {what}").format(name=path, what=_phrase(detail))
+    must = f"{path} must be {_phrase(detail)}"
     return Problem(where, must, given=text)
 
 
@@ -204,15 +203,15 @@ def _phrase(detail: Any) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _LIMITS:
         word, limit = _LIMITS[kind]
-        return said(word).format(limit=f"{context[limit]:g}")
+        return word.format(limit=f"{context[limit]:g}")
     if kind == "literal_error":
         options = re.sub(r"'", "", str(context["expected"]))
-        return said("one of {values}").format(values=options) if ", " in options else options
+        return f"one of {options}" if ", " in options else options
     if kind == "string_pattern_mismatch":
-        return said("text of the form {pattern}").format(pattern=context["pattern"])
+        return f"text of the form {context['pattern']}"
     for pattern, phrase in _KINDS:
         if re.match(pattern, kind):
-            return said(phrase)
+            return phrase
     return str(detail["msg"]).lower().removeprefix("input should be ").removeprefix("value should be ")
 
 
@@ -222,4 +221,4 @@ def _own_words(detail: Any) -> str:
 
 
 def _example(name: str) -> str:
-    return said(_EXAMPLES.get(name, ""))
+    return _EXAMPLES.get(name, "")

@@ -13,7 +13,6 @@ from paceline.config.parse import Given
 from paceline.config.problems import NOWHERE, Problem, SettingsInvalid, nearest
 from paceline.config.settings import Section
 from paceline.core.errors import WrongType
-from paceline.core.language import said
 
 S = TypeVar("S", bound=Section)
 
@@ -23,8 +22,8 @@ class CallInvalid(SettingsInvalid, ValueError):
 
     @property
     def advice(self) -> str:
-        only = said(self.problems[0].hint) if len(self.problems) == 1 else ""
-        return only or said("docs/options.md lists all settings")
+        only = self.problems[0].hint if len(self.problems) == 1 else ""
+        return only or "docs/options.md lists all settings"
 
 
 def kind_of(value: object) -> str:
@@ -91,8 +90,8 @@ def _in_python(problem: Problem) -> Problem:
     """Return a problem with names as Python has them: `--global-batch` is `global_batch`."""
     return Problem(
         _undashed(problem.where),
-        _undashed(said(problem.what)),
-        _undashed(said(problem.hint)),
+        _undashed(problem.what),
+        _undashed(problem.hint),
         problem.given,
         problem.place,
         problem.is_unknown,
@@ -108,5 +107,5 @@ def _undashed(text: str) -> str:
 
 def _unknown(name: str, value: Any, model: type[S], more: tuple[str, ...]) -> Problem:
     meant = nearest(name, [*model.model_fields, *more])
-    hint = said("did you mean {name}?").format(name=meant) if meant else ""
+    hint = f"did you mean {meant}?" if meant else ""
     return Problem(name, "there is no such setting", hint, repr(value), is_unknown=True, meant=meant or "")

@@ -14,7 +14,6 @@ from paceline.config.command_line import resolve
 from paceline.config.parse import Given
 from paceline.config.problems import Problem, nearest
 from paceline.config.yaml_text import NotYaml, YamlText, read_yaml_text
-from paceline.core.language import said
 
 _MAX_TEXT = 200
 """Characters of a value in a message."""
@@ -35,9 +34,7 @@ def read_file(
     except UnicodeDecodeError:
         return {}, [Problem("--config", "is not a text file (UTF-8)", "", file, (number, 0))]
     except OSError as error:
-        return {}, [
-            Problem("--config", said("cannot be read: {why}").format(why=error.strerror), "", file, (number, 0))
-        ]
+        return {}, [Problem("--config", f"cannot be read: {error.strerror}", "", file, (number, 0))]
     try:
         root = YamlText(file, text).root
     except NotYaml as error:
@@ -61,17 +58,17 @@ def _read(
         where, place = f"{file}:{line}: {key}", (number, line)
         name = resolve(model, key)
         if name in positional:
-            hint = said("take this line out")
+            hint = "take this line out"
             problems.append(Problem(where, "is typed on the command line, not set in a file", hint, place=place))
         elif name is None:
             meant = nearest(key, options)
-            every = said("`--print-config` shows all settings as such a file")
-            hint = said("did you mean {name}?").format(name=meant) if meant else every
+            every = "`--print-config` shows all settings as such a file"
+            hint = f"did you mean {meant}?" if meant else every
             problems.append(
                 Problem(where, "there is no such setting", hint, _text(node), place, is_unknown=True, meant=meant or "")
             )
         elif name in given:
-            what = said("given twice, first in line {line}").format(line=given[name].place[1])
+            what = f"given twice, first in line {given[name].place[1]}"
             problems.append(Problem(where, what, "keep one of the two lines", _text(node), place))
         else:
             given[name] = Given(_raw(node), where, _text(node), place)
@@ -112,10 +109,10 @@ def _other_files(path: Path) -> str:
     """Return a hint: the file that was probably meant, or the YAML files beside it."""
     folder = path.parent
     if not folder.is_dir():
-        return said("there is no folder {folder} either").format(folder=folder)
+        return f"there is no folder {folder} either"
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
     meant = nearest(path.name, names)
     if meant:
-        return said("did you mean {name}?").format(name=folder / meant)
-    text = said("YAML files in {folder}: {names}") if names else said("there are no YAML files in {folder}")
+        return f"did you mean {folder / meant}?"
+    text = "YAML files in {folder}: {names}" if names else "there are no YAML files in {folder}"
     return text.format(folder=folder, names=", ".join(names[:10]))

@@ -14,7 +14,6 @@ import yaml
 
 from paceline.config.problems import Problem
 from paceline.core import bounded_file
-from paceline.core.language import said
 from paceline.core.units import size
 
 MAX_BYTES = 1_000_000
@@ -60,12 +59,12 @@ class YamlText:
         except yaml.MarkedYAMLError as error:
             raise NotYaml(_syntax(self._name, self._text, error)) from None
         except (ValueError, OverflowError) as error:  # a date or number that is none
-            raise NotYaml(Problem(self._name, said("is not YAML: {why}").format(why=error))) from None
+            raise NotYaml(Problem(self._name, f"is not YAML: {error}")) from None
 
     def _composed(self) -> tuple[_Loader, yaml.Node | None]:
         name, text = self._name, self._text
         if len(text) > MAX_BYTES:
-            raise NotYaml(Problem(name, said("is larger than {size}").format(size=size(MAX_BYTES))))
+            raise NotYaml(Problem(name, f"is larger than {size(MAX_BYTES)}"))
         try:
             loader = _Loader(text)
             return loader, loader.get_single_node()
@@ -75,7 +74,7 @@ class YamlText:
         except yaml.MarkedYAMLError as error:
             raise NotYaml(_syntax(name, text, error)) from None
         except yaml.YAMLError as error:  # characters that YAML does not allow
-            raise NotYaml(Problem(name, said("is not YAML: {why}").format(why=str(error).splitlines()[0]))) from None
+            raise NotYaml(Problem(name, f"is not YAML: {str(error).splitlines()[0]}")) from None
 
 
 class _OutOfBounds(Exception):
@@ -150,7 +149,7 @@ class _Loader(yaml.SafeLoader):
 def _syntax(name: str, text: str, error: yaml.MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
     reason = error.problem or error.context or "it cannot be read"
-    what = said("is not YAML: {why}").format(why=reason)
+    what = f"is not YAML: {reason}"
     if mark is None:
         return Problem(name, what)
     lines = text.splitlines()

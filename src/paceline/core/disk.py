@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any, Literal, overload
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import said
 from paceline.core.paths import near
 from paceline.core.units import size
 
@@ -53,7 +52,7 @@ class OutputFull(PacelineError):
 
     @property
     def what(self) -> str:
-        return said("the output") if self.error.filename is None else near(self.error.filename)
+        return "the output" if self.error.filename is None else near(self.error.filename)
 
     @property
     def reason(self) -> str:

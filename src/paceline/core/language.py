@@ -18,9 +18,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
-from paceline.core.units import plural, worded
+from paceline.core.units import plural
 
 VARIABLE = "PACELINE_LANG"
 ENGLISH = "en"
@@ -230,13 +229,3 @@ def _with_fields(name: str) -> tuple[_Template, ...]:
 def table(name: str) -> Mapping[str, str]:
     """Return the table of a language: English text or template, and translation."""
     return {each.english: each.translation for each in _by_english(name).values()}
-
-
-def said(text: str) -> str:
-    """Return a text as it is; kept for code that still marks its texts."""
-    return text
-
-
-def phrase(template: str, /, **values: Any) -> str:
-    """Return a template filled in; kept for code that still marks its texts."""
-    return worded(template, values)

@@ -27,7 +27,6 @@ from paceline.core.bounded_file import open_text
 from paceline.core.disk import CannotWrite, is_aside, is_full, remove_asides, replacing
 from paceline.core.errors import PacelineError, Unreadable
 from paceline.core.json_text import parse_json, read_json
-from paceline.core.language import phrase
 
 RECORD, METRICS, LOCK = "run.json", "metrics.jsonl", ".lock"
 CHECKPOINTS, LOGS, BATCH, TIMELINES = "checkpoints", "logs", "batch", "profile"
@@ -374,11 +373,11 @@ class RunFolder:
         if not os.path.exists(self.folder):
             return None
         if not self.folder.is_dir():
-            raise NotARun(self.folder, phrase("it is a file"))
+            raise NotARun(self.folder, "it is a file")
         if not self.is_run:
             names = [path.name for path in self.folder.iterdir()]
             if not all(name in _MAY_PRECEDE_RECORD or is_aside(name) for name in names):
-                raise NotARun(self.folder, phrase("it has files but no {name}", name=RECORD))
+                raise NotARun(self.folder, f"it has files but no {RECORD}")
             return None
         try:
             record = read_record(self.folder)
@@ -411,15 +410,15 @@ class RunFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise NotARun(self.folder, phrase("it cannot be made ({reason})", reason=error.strerror)) from error
+            raise NotARun(self.folder, f"it cannot be made ({error.strerror})") from error
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            room = phrase("make room there, or choose another `--out`")
-            rights = phrase("make it writable, or choose another `--out`")
+            room = "make room there, or choose another `--out`"
+            rights = "make it writable, or choose another `--out`"
             raise CannotWrite(self.folder / name, error, room if is_full(error) else rights) from error
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.core.sum_tree import Starts
 from paceline.core.together import Exclusion
 from paceline.core.units import counted, plural
@@ -85,11 +84,11 @@ class BatchRule:
 
     def __post_init__(self) -> None:
         if self.max_samples < 1:
-            why = phrase("a batch has samples")
-            raise BadPlanSetting("global_batch", self.max_samples, why, phrase("set `global_batch` above 0"))
+            why = "a batch has samples"
+            raise BadPlanSetting("global_batch", self.max_samples, why, "set `global_batch` above 0")
         if self.max_cost is not None and not 0 < self.max_cost < math.inf:
-            why = phrase("the cost of a batch is a number above 0")
-            hint = phrase("set `batch_cost` to the total length per step")
+            why = "the cost of a batch is a number above 0"
+            hint = "set `batch_cost` to the total length per step"
             raise BadPlanSetting("batch_cost", self.max_cost, why, hint)
 
 
@@ -291,7 +290,7 @@ def _check_without_lengths(order: str, rules: Sequence[BatchRule]) -> None:
     if order not in ("none", "random"):
         raise LengthsNeeded(f"order: {order}", "`order: random`")
     if any(rule.max_cost is not None for rule in rules):
-        raise LengthsNeeded("batch_cost", phrase("`global_batch` alone"))
+        raise LengthsNeeded("batch_cost", "`global_batch` alone")
     if any(rule.max_length is not None for rule in rules):
         raise LengthsNeeded("length_schedule", "`batch_schedule` alone")
 
@@ -305,30 +304,28 @@ def _running_sums(counts: Numbers | None) -> Numbers | None:
 
 def _check_settings(num_samples: int, grains: int, order: str, bins: int | None, partition_epoch: int) -> None:
     if num_samples < 1:
-        why = phrase("there is nothing to train on")
-        raise BadPlanSetting("num_samples", num_samples, why, phrase("give data with samples in it"))
+        why = "there is nothing to train on"
+        raise BadPlanSetting("num_samples", num_samples, why, "give data with samples in it")
     if grains < 1:
-        why = phrase("a batch is at least one grain")
-        raise BadPlanSetting("grains", grains, why, phrase("set `grains` to 1 or more"))
+        why = "a batch is at least one grain"
+        raise BadPlanSetting("grains", grains, why, "set `grains` to 1 or more")
     if order not in ORDERS:
-        hint = phrase("set `order` to one of {names}", names=", ".join(ORDERS))
-        raise BadPlanSetting("order", order, phrase("no such order of samples"), hint)
+        hint = f"set `order` to one of {', '.join(ORDERS)}"
+        raise BadPlanSetting("order", order, "no such order of samples", hint)
     if bins is not None and bins < 1:
-        why = phrase("samples go into at least one bin")
-        raise BadPlanSetting("bins", bins, why, phrase("set `bins` to 1 or more"))
+        why = "samples go into at least one bin"
+        raise BadPlanSetting("bins", bins, why, "set `bins` to 1 or more")
     if not 1 <= partition_epoch <= num_samples:
         are = plural(num_samples, "is")
-        why = phrase("there {are} {number:#sample} to cut into sub-epochs", are=are, number=num_samples)
-        raise BadPlanSetting(
-            "partition_epoch", partition_epoch, why, phrase("set it between 1 and {most}", most=num_samples)
-        )
+        why = f"there {are} {counted(num_samples, 'sample')} to cut into sub-epochs"
+        raise BadPlanSetting("partition_epoch", partition_epoch, why, f"set it between 1 and {num_samples}")
 
 
 def _num_batches(num_samples: int, size: int, drop_last: bool) -> int:
     """Return the number of batches of a size, with or without one that is not full."""
     if drop_last and num_samples < size:
-        why = phrase("a batch of {size} is never full, with {number:#sample}", size=size, number=num_samples)
-        hint = phrase("leave out `drop_last`, or set a smaller `global_batch`")
+        why = f"a batch of {size} is never full, with {counted(num_samples, 'sample')}"
+        hint = "leave out `drop_last`, or set a smaller `global_batch`"
         raise BadPlanSetting("drop_last", True, why, hint)
     return num_samples // size if drop_last else -(-num_samples // size)
 

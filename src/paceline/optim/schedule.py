@@ -17,7 +17,6 @@ from itertools import pairwise
 from paceline.config.settings import OptimSettings
 from paceline.core import plugins
 from paceline.core.errors import InvalidSetting, PacelineError
-from paceline.core.language import phrase
 from paceline.core.together import Exclusion
 
 
@@ -242,7 +241,7 @@ def build(
     """
     chosen = schedule_of(settings.schedule)
     if chosen.needs_end and total_steps is None:
-        raise ScheduleNeedsEnd(phrase("schedule {name!r}", name=settings.schedule))
+        raise ScheduleNeedsEnd(f"schedule {settings.schedule!r}")
     if chosen.needs is not None and not getattr(settings, chosen.needs[0]):
         option, example = chosen.needs
         raise InvalidSetting(

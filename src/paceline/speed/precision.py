@@ -18,7 +18,6 @@ import torch
 
 from paceline.core import amx
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.core.together import Exclusion
 from paceline.core.torch_private import cpu_has_bf16, cpu_has_fp16
 from paceline.speed.autotune.candidates import Candidate
@@ -161,15 +160,15 @@ def resolve(level: Level, precision: PrecisionName | None, capabilities: Capabil
 def _check_supported(level: int, name: str, precision: PrecisionName | None, capabilities: Capabilities) -> None:
     """Raise `LevelUnsupported` where the device lacks what the level or precision needs."""
     if precision is not None and not capabilities.fp16:
-        raise LevelUnsupported(name, capabilities.name, phrase("it has no fp16"), phrase("use `-O0`"))
+        raise LevelUnsupported(name, capabilities.name, "it has no fp16", "use `-O0`")
     if precision is None and level >= 2 and not capabilities.bf16:
         has_fp16 = capabilities.fp16 and not capabilities.slow_fp16
-        hint = phrase("use `-O1` or `--precision fp16`") if has_fp16 else phrase("use `-O1`")
-        raise LevelUnsupported(name, capabilities.name, phrase("it has no bf16"), hint)
+        hint = "use `-O1` or `--precision fp16`" if has_fp16 else "use `-O1`"
+        raise LevelUnsupported(name, capabilities.name, "it has no bf16", hint)
     if level == 3 and not capabilities.compiler:
         package = "Triton (`pip install triton`)" if capabilities.device == "cuda" else "g++ (`apt install g++`)"
-        why = phrase("compiling needs {package}", package=package)
-        raise LevelUnsupported("-O3", capabilities.name, why, phrase("install it, or use `-O2`"))
+        why = f"compiling needs {package}"
+        raise LevelUnsupported("-O3", capabilities.name, why, "install it, or use `-O2`")
 
 
 def check_layers(chosen: Precision, model: torch.nn.Module, device: torch.device) -> None:
@@ -178,8 +177,8 @@ def check_layers(chosen: Precision, model: torch.nn.Module, device: torch.device
     if not is_fp16 or not any(isinstance(each, torch.nn.LSTM) for each in model.modules()):
         return
     if not _cpu_has_fp16_lstm():
-        advice = phrase("use `--precision fp16-master`, `-O2` for bf16, or `-O0`")
-        raise LevelUnsupported(chosen.name, "this CPU", phrase("it computes no LSTM in fp16 autocast"), advice)
+        advice = "use `--precision fp16-master`, `-O2` for bf16, or `-O0`"
+        raise LevelUnsupported(chosen.name, "this CPU", "it computes no LSTM in fp16 autocast", advice)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from paceline.core.cloud.address import address_of, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import InvalidSetting, NotFound, PacelineError, TaskContract
 from paceline.core.keys import key
-from paceline.core.language import phrase
 from paceline.core.run_folder import NotARun, RunFolder, RunRecord
 from paceline.core.terminal import warn
 from paceline.core.units import counted
@@ -57,10 +56,8 @@ class NoRun(PacelineError):
     @property
     def advice(self) -> str:
         if self.is_export:
-            return phrase(
-                "it is an export, for other programs, `--init-from` and a recipe's `load`: give the run itself"
-            )
-        return phrase("give the folder of a run (the one with run.json in it); `paceline runs` lists them")
+            return "it is an export, for other programs, `--init-from` and a recipe's `load`: give the run itself"
+        return "give the folder of a run (the one with run.json in it); `paceline runs` lists them"
 
 
 class NoCheckpoint(PacelineError):
@@ -83,10 +80,10 @@ def read_run(folder: Path) -> RunRecord:
     except NotARun as error:
         raise NoRun(error, is_export=is_export(folder)) from error
     if record is None:
-        why = phrase("it is empty") if folder.exists() else phrase("there is no such folder")
+        why = "it is empty" if folder.exists() else "there is no such folder"
         if RunFolder(folder).is_run:
-            why = phrase("it failed at its start")
-        raise NoRun(phrase("{folder} is not a run: {why}", folder=shown(folder), why=why))
+            why = "it failed at its start"
+        raise NoRun(f"{shown(folder)} is not a run: {why}")
     return record
 
 
@@ -141,8 +138,8 @@ def _named_checkpoint(folder: Path, checkpoints: Path, place: Path) -> Path:
         if (path / DIGESTS).exists():
             return path
     names = ", ".join(path.name for path in listed(checkpoints)) or "none"
-    hint = phrase("checkpoints of {folder}: {names}", folder=shown(folder), names=names)
-    raise NoCheckpoint(phrase("{path} is not a checkpoint", path=shown(place)), hint)
+    hint = f"checkpoints of {shown(folder)}: {names}"
+    raise NoCheckpoint(f"{shown(place)} is not a checkpoint", hint)
 
 
 def read_weights(checkpoint: Path, average: int = 1) -> dict[str, torch.Tensor]:
@@ -189,10 +186,10 @@ def _none_found(folder: Path | str, has_broken: bool) -> tuple[str, str]:
     """Return (what, hint) of the error where no checkpoint can be used."""
     folder = shown(folder)
     if has_broken:
-        hint = phrase("train it again: every one that was saved is damaged")
-        return phrase("{folder} has no sound checkpoint", folder=folder), hint
-    hint = phrase("let it train until the first one is saved (`--save-every-steps`)")
-    return phrase("{folder} has no checkpoint", folder=folder), hint
+        hint = "train it again: every one that was saved is damaged"
+        return f"{folder} has no sound checkpoint", hint
+    hint = "let it train until the first one is saved (`--save-every-steps`)"
+    return f"{folder} has no checkpoint", hint
 
 
 def restore_for_use(

@@ -17,7 +17,6 @@ from torch import Tensor
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import sync
 from paceline.core.errors import Conflict, NotFound, PacelineError
-from paceline.core.language import phrase
 from paceline.core.run_folder import RunFolder
 from paceline.core.units import counted
 from paceline.data.dataset import DatasetTraits
@@ -127,9 +126,9 @@ def default_name(*, last: int | None, best: int | None, from_step: int | None, t
 def check_name(folder: Path, name: str) -> None:
     """Refuse names that would hide a checkpoint of the run, that mean another one, or leave its folder."""
     if name in ("best", "last"):
-        raise NameTaken(name, phrase("`--checkpoint {name}` is the {name} checkpoint of the run itself", name=name))
+        raise NameTaken(name, f"`--checkpoint {name}` is the {name} checkpoint of the run itself")
     if "step-" in name or name.startswith(".") or Path(name).name != name or not name:
-        raise NameTaken(name, phrase("names of checkpoints are `step-...`, and a name is one word without /"))
+        raise NameTaken(name, "names of checkpoints are `step-...`, and a name is one word without /")
 
 
 def mean_of(parts: Sequence[Part]) -> dict[str, Tensor]:
@@ -162,11 +161,11 @@ def with_statistics(
     it. `like` is a checkpoint of the same model."""
     engine = apply.restore_for_use(task, config, link, like, weights=weights)
     if not norm_layers(engine.model):
-        raise NothingToMeasureOn(phrase("the model has none"))
+        raise NothingToMeasureOn("the model has none")
     first = tasks.stages_of(task)[-1].data
     data, _ = take_out(first() if callable(first) else first)
     if not DatasetTraits(data).is_map_style:
-        raise NothingToMeasureOn(phrase("the training data has no length"))
+        raise NothingToMeasureOn("the training data has no length")
     batches = fixed_set(task, engine, config, apply.grains_of(folder, config), "training data", data)
     return {**weights, **measure_statistics(task, engine, batches, most, config.seed)}
 

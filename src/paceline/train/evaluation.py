@@ -13,7 +13,6 @@ import torch
 
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
-from paceline.core.language import phrase
 from paceline.data.dataset import DatasetTraits
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
@@ -39,10 +38,10 @@ class NotASet(PacelineError):
 def check_set(data: Any, what: str) -> None:
     """Raise `NotASet` unless the data can be cut into batches; `what` names it in messages."""
     if not DatasetTraits(data).is_map_style:
-        why = phrase("is a {kind}, of which nobody knows the length", kind=type(data).__name__)
+        why = f"is a {type(data).__name__}, of which nobody knows the length"
         raise NotASet(what, why)
     if len(data) == 0:
-        raise NotASet(what, phrase("is empty"))
+        raise NotASet(what, "is empty")
 
 
 def evaluation_plan(num_samples: int, rule: BatchRule, lengths: Any = None, *, in_order: bool = False) -> Plan:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from paceline.core.disk import sync
 from paceline.core.errors import AlreadyExists, NotInstalled, PacelineError, TaskContract, first_line
-from paceline.core.language import phrase
 
 Format = Literal["safetensors", "torch", "dcp", "onnx"]
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
@@ -71,12 +70,12 @@ def read(path: Path) -> dict[str, Tensor]:
     except PacelineError:
         raise
     except pickle.UnpicklingError as error:
-        raise UnreadableWeights(path, phrase("it holds more than tensors, and reading it could run code")) from error
+        raise UnreadableWeights(path, "it holds more than tensors, and reading it could run code") from error
     except Exception as error:  # a file of strangers may be broken in any way
-        raise UnreadableWeights(path, phrase("it cannot be read ({reason})", reason=first_line(error))) from error
+        raise UnreadableWeights(path, f"it cannot be read ({first_line(error)})") from error
     weights = {name: _dense(value) for name, value in values.items() if isinstance(value, Tensor)}
     if not weights:
-        raise UnreadableWeights(path, phrase("it has no tensors by name"))
+        raise UnreadableWeights(path, "it has no tensors by name")
     return weights
 
 
@@ -101,7 +100,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     # Files of before torch 1.6 are no archives, and cannot be mapped.
     loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(loaded, Mapping):
-        raise UnreadableWeights(path, phrase("it holds a {kind}, not tensors by name", kind=type(loaded).__name__))
+        raise UnreadableWeights(path, f"it holds a {type(loaded).__name__}, not tensors by name")
     return loaded
 
 

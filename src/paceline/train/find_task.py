@@ -11,7 +11,6 @@ from types import ModuleType
 from paceline.core import plugins, user_file
 from paceline.core.errors import PacelineError
 from paceline.core.extras import imports_for
-from paceline.core.language import phrase
 from paceline.core.run_folder import RECORD
 from paceline.core.user_file import guarded
 from paceline.train.task import Task
@@ -41,17 +40,17 @@ def find_task(name: str) -> type[Task]:
         known = recipe_names()
         nearest = difflib.get_close_matches(name, known, n=1)
         listed = {"names": ", ".join(known), "nearest": nearest[0] if nearest else ""}
-        plain = phrase("recipes: {names}; or give a class as path/to/file.py:ClassName", **listed)
-        guess = phrase(
-            "did you mean `{nearest}`? recipes: {names}; or give a class as path/to/file.py:ClassName", **listed
+        plain = "recipes: {names}; or give a class as path/to/file.py:ClassName".format(**listed)
+        guess = "did you mean `{nearest}`? recipes: {names}; or give a class as path/to/file.py:ClassName".format(
+            **listed
         )
-        raise UnknownTask(phrase("there is no recipe {name!r}", name=name), guess if nearest else plain)
+        raise UnknownTask(f"there is no recipe {name!r}", guess if nearest else plain)
     module = import_file(Path(path))
     tasks = user_file.subclasses_in(module, Task)
     if class_name not in tasks:
-        found_there = ", ".join(tasks) or phrase("none (does it subclass paceline.Task?)")
-        what = phrase("{path} has no task class {name!r}", path=path, name=class_name)
-        raise UnknownTask(what, phrase("task classes there: {names}", names=found_there))
+        found_there = ", ".join(tasks) or "none (does it subclass paceline.Task?)"
+        what = f"{path} has no task class {class_name!r}"
+        raise UnknownTask(what, f"task classes there: {found_there}")
     return tasks[class_name]
 
 
@@ -83,14 +82,14 @@ def make_task(task_class: type[Task], name: str) -> Task:
 
 def import_file(path: Path) -> ModuleType:
     """Run a user's file as a module."""
-    hint = phrase("give the task as path/to/file.py:ClassName")
+    hint = "give the task as path/to/file.py:ClassName"
     if path.is_dir():
-        raise UnknownTask(phrase("{path} is a folder, not a Python file", path=path), hint)
+        raise UnknownTask(f"{path} is a folder, not a Python file", hint)
     if not path.is_file():
-        raise UnknownTask(phrase("there is no file {path}", path=path), hint)
+        raise UnknownTask(f"there is no file {path}", hint)
     module = user_file.import_file(path, "task")
     if module is None:
-        raise UnknownTask(phrase("{path} is no Python file", path=path), hint)
+        raise UnknownTask(f"{path} is no Python file", hint)
     return module
 
 

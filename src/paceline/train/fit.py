@@ -20,7 +20,6 @@ from paceline.config.settings import TrainConfig
 from paceline.core.cloud.file_copy import exists, send
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import Conflict, PacelineError
-from paceline.core.language import phrase, said
 from paceline.core.run_folder import RunFolder
 from paceline.core.terminal import tell
 from paceline.core.user_file import refuse_on_import, spec_of
@@ -219,7 +218,7 @@ def _run_to_use(config: TrainConfig) -> tuple[Path, apply.Which]:
         bring_run(which.parent.parent)
         folder = which.resolve().parent.parent
     if folder is None:
-        error = apply.NoRun(phrase("`mode` is {mode!r}, but not said of which run", mode=config.mode))
-        error.hint = said("add `--out FOLDER`, the run's folder, or `--resume CHECKPOINT`")
+        error = apply.NoRun(f"`mode` is {config.mode!r}, but not said of which run")
+        error.hint = "add `--out FOLDER`, the run's folder, or `--resume CHECKPOINT`"
         raise error
     return folder, which

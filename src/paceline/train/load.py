@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.core.language import phrase
-
 if TYPE_CHECKING:
     import torch
 
@@ -42,7 +40,7 @@ def load(
     from paceline.world.start import start
 
     if not isinstance(run, str | os.PathLike):
-        raise apply.NoRun(phrase("{run!r} is no path of a run", run=run))
+        raise apply.NoRun(f"{run!r} is no path of a run")
     if task is not None and not isinstance(task, Task):
         raise NotATask(task, "paceline.load")
     _check(checkpoint, device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase, said
+from paceline.core.units import counted
 from paceline.world.failure.board import EXIT_DIVERGED
 
 
@@ -66,33 +66,30 @@ class OutOfMemory(PacelineError):
     @property
     def remedy(self) -> str:
         if self.num_grains is None:
-            return said("validate with smaller batches: `--eval-batch {size}`").format(
-                size=max(1, self.num_samples // 2)
-            )
-        return said(
-            "cut the batch finer with `--grains {grains}` (changes numerics, so in a new run), let"
-            " `--split-on-oom` do so, recompute with `--checkpoint-activations`, or use a lower precision (`-O2`)"
-        ).format(grains=2 * self.num_grains)
+            return f"validate with smaller batches: `--eval-batch {max(1, self.num_samples // 2)}`"
+        return (
+            f"cut the batch finer with `--grains {2 * self.num_grains}` (changes numerics, so in a "
+            "new run), let `--split-on-oom` do so, recompute with `--checkpoint-activations`, or use "
+            "a lower precision (`-O2`)"
+        )
 
 
 def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
     """Return (sum, count, outputs) of what a loss function returned, checked."""
     if not isinstance(result, tuple):
         if isinstance(result, torch.Tensor):
-            raise LossContract(phrase("returned a single tensor (a mean?)"))
-        raise LossContract(phrase("returned a {kind}", kind=type(result).__name__))
+            raise LossContract("returned a single tensor (a mean?)")
+        raise LossContract(f"returned a {type(result).__name__}")
     if len(result) not in (2, 3):
-        raise LossContract(phrase("returned {number:#value}", number=len(result)))
+        raise LossContract(f"returned {counted(len(result), 'value')}")
     total, count = result[0], result[1]
     if not isinstance(total, torch.Tensor) or total.dim() != 0:
         if isinstance(total, torch.Tensor):
-            raise LossContract(
-                phrase("returned a sum that is not a 0-dim tensor of shape {shape}", shape=tuple(total.shape))
-            )
-        raise LossContract(phrase("returned a sum that is not a 0-dim tensor ({kind})", kind=type(total).__name__))
+            raise LossContract(f"returned a sum that is not a 0-dim tensor of shape {tuple(total.shape)}")
+        raise LossContract(f"returned a sum that is not a 0-dim tensor ({type(total).__name__})")
     is_number = isinstance(count, (int, float, numbers.Number))
     if not is_number and not (isinstance(count, torch.Tensor) and count.dim() == 0):
-        raise LossContract(phrase("returned a count that is not a number"))
+        raise LossContract("returned a count that is not a number")
     if not total.requires_grad:
         raise NoGradients
     return total, count, result[2] if len(result) == 3 else None

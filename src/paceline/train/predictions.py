@@ -15,7 +15,6 @@ import torch
 from paceline.core.disk import CannotWrite, DiskFull, is_full, replacing
 from paceline.core.errors import TaskContract
 from paceline.core.json_text import json_text
-from paceline.core.language import said
 from paceline.core.terminal import emit
 from paceline.world.link import Link
 
@@ -70,7 +69,7 @@ def write_predictions(
     except OSError as error:
         if not is_full(error):
             raise
-        raise DiskFull(path, error, said("make room, or choose another `--out`")) from error
+        raise DiskFull(path, error, "make room, or choose another `--out`") from error
 
 
 def json_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:

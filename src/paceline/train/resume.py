@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 
 from paceline.config.settings import DataSettings, TrainConfig
 from paceline.core.errors import PacelineError
-from paceline.core.language import said
 from paceline.core.plugins import Plugin, changes
 from paceline.core.run_folder import RunRecord
 from paceline.core.secrets import masked_values
@@ -178,15 +177,13 @@ class MoreRanksThanGrains(PacelineError):
 
     @property
     def source(self) -> str:
-        return said("this run was started with") if self.is_resumed else said("the settings ask for")
+        return "this run was started with" if self.is_resumed else "the settings ask for"
 
     @property
     def remedy(self) -> str:
         if self.is_resumed:
-            return said("`--regrain` cuts the batch into {ranks} grains, which changes numerics").format(
-                ranks=self.ranks
-            )
-        return said("set `--grains {ranks}`").format(ranks=self.ranks)
+            return f"`--regrain` cuts the batch into {self.ranks} grains, which changes numerics"
+        return f"set `--grains {self.ranks}`"
 
 
 class FewerSamplesThanRanks(PacelineError):
@@ -231,7 +228,7 @@ class SettingsChanged(PacelineError):
 
     @property
     def lines(self) -> str:
-        line = said("  {name}: {before!r} in the run, {now!r} now")
+        line = "  {name}: {before!r} in the run, {now!r} now"
         return "\n".join(line.format(name=name, before=old, now=new) for name, (old, new) in self.changes.items())
 
 

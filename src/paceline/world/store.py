@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from torch.distributed import DistNetworkError
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import said
 from paceline.world.discover.environment import World, is_loopback
 from paceline.world.discover.interfaces import GLOO_INTERFACE, list_interfaces
 from paceline.world.rendezvous.channel import SecretRefused, StrangerAnswers
@@ -71,14 +70,14 @@ class FirstRankUnreached(NoMeeting):
 
     @property
     def server(self) -> str:
-        return said("the launcher") if self.world.launcher_hosts_store else "rank 0"
+        return "the launcher" if self.world.launcher_hosts_store else "rank 0"
 
     @property
     def advice(self) -> str:
         if self.kind == "unknown":
             name = _split(str(self.world.meeting))[0]
-            return said("no name server knows {name!r}: {hint}").format(name=name, hint=said(_EXPORT_ADDRESS))
-        return said("check that rank 0 runs, that MASTER_ADDR names its machine, and that no firewall closes the port")
+            return f"no name server knows {name!r}: {_EXPORT_ADDRESS}"
+        return "check that rank 0 runs, that MASTER_ADDR names its machine, and that no firewall closes the port"
 
 
 class MeetingPointTaken(NoMeeting):

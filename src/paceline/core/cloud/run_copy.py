@@ -27,7 +27,6 @@ from paceline.core.cloud.store import Entry, Store, StoreFailed
 from paceline.core.disk import is_aside, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import parse_json
-from paceline.core.language import phrase
 from paceline.core.run_folder import (
     CHECKPOINTS,
     LOCK,
@@ -134,7 +133,7 @@ class RunCopy:
             there = self.store.files()
             self._found = there.get(RECORD)
             if RECORD not in there and any(not name.startswith(_MAY_PRECEDE) and name != LOCK for name in there):
-                raise NotARun(self.folder, phrase("it has files but no {name}", name=RECORD))
+                raise NotARun(self.folder, f"it has files but no {RECORD}")
             how = relation(self._starts_here(), self._starts_there(self._found))
             lines = []
             if how == "apart" or (how == "behind" and self._unsent(there)):

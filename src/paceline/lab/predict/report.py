@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.json_text import read_json
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.observe.report import texts
 from paceline.observe.report.figure import Figure, Trace, axis, color, line
 from paceline.observe.report.runs import ReportedRun
@@ -61,7 +61,7 @@ def section(kept: Mapping[str, Any], name: str) -> Section:
     rows = sorted(kept["rows"], key=lambda row: row["ranks"])
     advice = [text for text in kept.get("advice") or () if isinstance(text, str)]
     items = "".join(f"<li>{texts.with_code(text)}</li>" for text in advice)
-    source = said("By `paceline predict`, from {name}.").format(name=name)
+    source = translate("By `paceline predict`, from {name}.").format(name=name)
     text = f"<p>{texts.with_code(source)}</p><ul>{items}</ul>"
     return Section("predict", "On more ranks", text, [_speed(rows), _parts(rows)])
 
@@ -70,15 +70,15 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> Figure:
     ranks = [row["ranks"] for row in rows]
     low, value, high = ([row["samples_per_s"][name] for row in rows] for name in ("low", "value", "high"))
     band: Trace = {
-        **line([*ranks, *reversed(ranks)], [*high, *reversed(low)], said("nine times out of ten"), color(0)),
+        **line([*ranks, *reversed(ranks)], [*high, *reversed(low)], translate("nine times out of ten"), color(0)),
         **{"fill": "toself", "opacity": 0.25, "line": {"width": 0}, "hoverinfo": "skip"},
     }
     ideal = [value[0] / ranks[0] * number for number in ranks]
     traces = [
         band,
-        line(ranks, value, said("predicted"), color(0), dots=True),
+        line(ranks, value, translate("predicted"), color(0), dots=True),
         {
-            **line(ranks, ideal, said("as many times as fast as ranks"), color(7)),
+            **line(ranks, ideal, translate("as many times as fast as ranks"), color(7)),
             "line": {"dash": "dot", "color": color(7)},
         },
     ]
@@ -91,7 +91,7 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> Figure:
     names = [f"{row['ranks']:,}" for row in rows]
     traces: list[Trace] = [
         {
-            **{"type": "bar", "name": said(words), "x": names, "y": [1e3 * row[part] for row in rows]},
+            **{"type": "bar", "name": translate(words), "x": names, "y": [1e3 * row[part] for row in rows]},
             **{"marker": {"color": color(number)}},
         }
         for number, (part, words) in enumerate(PARTS.items())

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.observe.report.figure import DASHES, Figure, Trace, axis, color, line
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.series import short, smooth, thin
@@ -86,15 +86,18 @@ def loss(runs: Sequence[ReportedRun]) -> Figure:
         traces.append(_curve(steps, values, run.name, number, is_faint=True))
         traces.append(_curve(steps, smooth(values, max(2, len(values) / 100)), run.name, number))
     is_smoothed = any(len(run.steps) >= SMOOTH_FROM for run in runs)
-    smoothed = said("Each step's loss over all ranks, faint; smoothed, strong.")
-    about = smoothed if is_smoothed else said("Each step's loss over all ranks.")
+    smoothed = translate("Each step's loss over all ranks, faint; smoothed, strong.")
+    about = smoothed if is_smoothed else translate("Each step's loss over all ranks.")
     if lost:
-        one, many = said(" {lost} of them was not finite: a gap."), said(" {lost} of them were not finite: a gap.")
+        one, many = (
+            translate(" {lost} of them was not finite: a gap."),
+            translate(" {lost} of them were not finite: a gap."),
+        )
         about += (one if lost == 1 else many).format(lost=lost)
     kind = "log" if spans_magnitudes([value for trace in traces for value in trace["y"]]) else "linear"
     marks = stage_marks(runs)
     if marks:
-        about += said(" Dotted lines are the ends of stages.")
+        about += translate(" Dotted lines are the ends of stages.")
     layout = {"xaxis": _steps(), "yaxis": axis("loss", type=kind), "showlegend": len(runs) > 1, **marks}
     return Figure("loss", "Training loss", traces, layout, about, size="wide", may_be_log=True)
 
@@ -125,7 +128,7 @@ def metrics(runs: Sequence[ReportedRun]) -> list[Figure]:
                     traces.append(_curve(steps, values, f"{run.name}: {dataset}", number, dash=dash))
         form = {"tickformat": ".3~%"} if any(run.is_percent(metric) for run in runs) else {}
         layout = {"xaxis": _steps(), "yaxis": axis(metric, **form)}
-        title = said("Validation: {metric}").format(metric=metric)
+        title = translate("Validation: {metric}").format(metric=metric)
         figures.append(Figure(f"metric-{metric}", title, traces, layout, may_be_log=metric == "loss"))
     return figures
 

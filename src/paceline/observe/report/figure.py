@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.core.language import said
+from paceline.core.language import translate
 
 Trace = dict[str, Any]
 
@@ -84,4 +84,4 @@ def line(
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": said(title)}, **more}
+    return {"title": {"text": translate(title)}, **more}

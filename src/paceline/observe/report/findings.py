@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.units import ranges, worded
 from paceline.observe.records import EpochRecord, Finding, Matter
 from paceline.observe.report.runs import ReportedRun
@@ -32,9 +32,9 @@ class Held:
         if not self.epochs:
             return ""
         if len(self.epochs) == self.num_epochs:
-            return said("in every epoch") if self.num_epochs > 1 else said("in the one epoch")
+            return translate("in every epoch") if self.num_epochs > 1 else translate("in the one epoch")
         values = {"some": len(self.epochs), "epochs": self.num_epochs, "which": ranges(self.epochs)}
-        return worded(said("in {some} of {epochs:#epoch} ({which})"), values)
+        return worded(translate("in {some} of {epochs:#epoch} ({which})"), values)
 
 
 def held_back(run: ReportedRun) -> list[Held]:
@@ -56,21 +56,21 @@ def nothing_found(run: ReportedRun) -> tuple[bool, str]:
     """Explain why there is no finding: True if that is good, and the words. Not every epoch is judged."""
     judged = sum(is_judged(epoch) for epoch in run.epochs)
     if not run.epochs:
-        return False, said("No epoch has ended: nothing can be said yet.")
+        return False, translate("No epoch has ended: nothing can be said yet.")
     least = {"steps": LEAST_STEPS, "seconds": f"{LEAST_SECONDS:g}", "epochs": len(run.epochs), "judged": judged}
     if judged == 0:
-        one = said(
+        one = translate(
             "The one epoch was shorter than {steps} steps or {seconds} second: too little to say what holds the run "
             "back."
         )
-        many = said(
+        many = translate(
             "All {epochs} epochs were shorter than {steps} steps or {seconds} second: too little to say what holds the "
             "run back."
         )
         return False, worded(one if len(run.epochs) == 1 else many, least)
     if judged == len(run.epochs):
-        return True, said("Nothing that is known to hold runs back was seen.")
-    some = said(
+        return True, translate("Nothing that is known to hold runs back was seen.")
+    some = translate(
         "Nothing that is known to hold runs back was seen in {judged} of {epochs:#epoch}; the others were shorter than "
         "{steps} steps or {seconds} second, and were not judged."
     )

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.observe.report.figure import PHASE_COLORS, Figure, Trace, axis
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.series import short
@@ -50,12 +50,12 @@ def _figure(path: Path, spans: Sequence[trace.Event], of_run: str, name: str) ->
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": said(phase),
+                "name": translate(phase),
                 "base": [short(span["ts"] / 1e3, 7) for span in in_phase],
                 "x": [short(span["dur"] / 1e3) for span in in_phase],
                 "y": [f"rank {trace.rank_of(span)}" for span in in_phase],
                 "marker": {"color": PHASE_COLORS.get(phase, "#8b949e")},
-                "hovertemplate": f"{said(phase)} %{{x:.3g}} ms<extra></extra>",
+                "hovertemplate": f"{translate(phase)} %{{x:.3g}} ms<extra></extra>",
             }
         )
     layout = {
@@ -65,7 +65,7 @@ def _figure(path: Path, spans: Sequence[trace.Event], of_run: str, name: str) ->
         "yaxis": {"categoryorder": "array", "categoryarray": [f"rank {rank}" for rank in reversed(ranks)]},
         "height": max(220, 130 + 30 * len(ranks)),
     }
-    about = said("What each rank did, on one time axis, from profile/{file}; Perfetto shows each operator in it.")
+    about = translate("What each rank did, on one time axis, from profile/{file}; Perfetto shows each operator in it.")
     steps = path.name.removesuffix(".json.gz").replace("steps-", "steps ").replace("-", " to ")
-    title = said("Timeline of {steps}").format(steps=steps) + of_run
+    title = translate("Timeline of {steps}").format(steps=steps) + of_run
     return Figure(name, title, traces, layout, about.format(file=path.name), size="wide")

@@ -15,7 +15,7 @@ from itertools import groupby
 from string import Template
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import language, said
+from paceline.core.language import language, translate
 from paceline.observe.report import texts
 from paceline.observe.report.curves import learning
 from paceline.observe.report.figure import Figure
@@ -44,8 +44,8 @@ class LivePage:
 
 def page(runs: Sequence[ReportedRun], *, moment: str | None = None, live: LivePage | None = None) -> str:
     """Return the report of these runs as HTML; one that is `live` asks the server it came from for newer ones."""
-    title = runs[0].name if len(runs) == 1 else said("{number} runs").format(number=len(runs))
-    one = said("task {task}, {standing}").format(task=runs[0].task, standing=runs[0].standing)
+    title = runs[0].name if len(runs) == 1 else translate("{number} runs").format(number=len(runs))
+    one = translate("task {task}, {standing}").format(task=runs[0].task, standing=runs[0].standing)
     what = one if len(runs) == 1 else ", ".join(run.name for run in runs)
     return document(title, what, sections(runs), moment=moment, live=live)
 
@@ -56,18 +56,18 @@ def document(
     """Return a page of these sections as HTML; empty ones are left out."""
     parts = [part for part in content if not part.is_empty]
     figures = [figure.as_json() for part in parts for figure in part.figures]
-    links = "".join(f'<a href="#{part.name}">{texts.escape(said(part.title))}</a>' for part in parts)
+    links = "".join(f'<a href="#{part.name}">{texts.escape(translate(part.title))}</a>' for part in parts)
     moment = moment or datetime.now().isoformat(sep=" ", timespec="minutes")
     return Template(_file("page.html")).substitute(
         title=texts.escape(title),
         lang=language(),
-        report=texts.escape(said("Paceline report")),
-        about=texts.with_code(said("{what}. Written {moment}.").format(what=what, moment=moment)),
-        theme=texts.escape(said("light / dark")),
-        noscript=texts.escape(said("The plots need JavaScript; all else can be read without.")),
-        ended=texts.escape(said("`paceline report --watch` has ended: this page stays as it is.")),
+        report=texts.escape(translate("Paceline report")),
+        about=texts.with_code(translate("{what}. Written {moment}.").format(what=what, moment=moment)),
+        theme=texts.escape(translate("light / dark")),
+        noscript=texts.escape(translate("The plots need JavaScript; all else can be read without.")),
+        ended=texts.escape(translate("`paceline report --watch` has ended: this page stays as it is.")),
         old=texts.escape(
-            said("This browser is too old for the plots (it cannot unpack gzip): any of 2023 or later can.")
+            translate("This browser is too old for the plots (it cannot unpack gzip): any of 2023 or later can.")
         ),
         links=links,
         connect="" if live is None else "; connect-src 'self'",
@@ -106,15 +106,15 @@ def packed(text: str) -> str:
 def _section(part: Section) -> str:
     grids = [list(alike) for _, alike in groupby(part.figures, key=lambda figure: figure.size == "small")]
     plots = "".join(f'<div class="plots">{"".join(_plot(figure) for figure in grid)}</div>' for grid in grids)
-    return f'<section id="{part.name}"><h2>{texts.escape(said(part.title))}</h2>{part.text}{plots}</section>'
+    return f'<section id="{part.name}"><h2>{texts.escape(translate(part.title))}</h2>{part.text}{plots}</section>'
 
 
 def _plot(figure: Figure) -> str:
     on = " on" if figure.layout.get("yaxis", {}).get("type") == "log" else ""
     button = f'<button class="log{on}" data-for="{texts.escape(figure.name)}">log</button>' if figure.may_be_log else ""
-    about = f'<p class="more">{texts.escape(said(figure.about))}</p>' if figure.about else ""
+    about = f'<p class="more">{texts.escape(translate(figure.about))}</p>' if figure.about else ""
     return (
-        f'<figure class="card {figure.size}"><figcaption><h3>{texts.escape(said(figure.title))}</h3>'
+        f'<figure class="card {figure.size}"><figcaption><h3>{texts.escape(translate(figure.title))}</h3>'
         f'{button}</figcaption>{about}<div class="sideways"><div class="plot" id="{texts.escape(figure.name)}" '
         f'style="min-height:{figure.height}px;min-width:{figure.min_width}px"></div></div></figure>'
     )

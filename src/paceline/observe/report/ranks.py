@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.units import worded
 from paceline.observe.report.figure import Figure, Trace, axis, color, line
 from paceline.observe.report.findings import Held
@@ -25,7 +25,7 @@ def time_lines(runs: Sequence[ReportedRun]) -> list[Figure]:
         trace["line"] |= {"shape": "hv"}
         trace |= {
             "text": [*map(_said, run.ranks), ""],
-            "hovertemplate": f"{said('step')} %{{x}}, {said('ranks')}: %{{y}}<br>%{{text}}<extra></extra>",
+            "hovertemplate": f"{translate('step')} %{{x}}, {translate('ranks')}: %{{y}}<br>%{{text}}<extra></extra>",
         }
         traces.append(trace)
     if not traces:
@@ -43,19 +43,22 @@ def losses(run: ReportedRun) -> list[Held]:
     seconds = sum(record.seconds for record in run.ranks if record.lost)
     repeated = sum(record.repeated for record in run.ranks)
     sums = {"deaths": sum(numbers.values()), "seconds": f"{seconds:.1f}", "steps": repeated}
-    cost = worded(said("{deaths:#death} cost {seconds} s and {steps:#repeated step}"), sums)
+    cost = worded(translate("{deaths:#death} cost {seconds} s and {steps:#repeated step}"), sums)
     held = []
     for (rank, host), number in numbers.most_common():
         where = {"rank": rank, "host": host, "number": number, "cost": cost}
-        once, often = said("rank {rank} on {host} was lost once"), said("rank {rank} on {host} was lost {number} times")
+        once, often = (
+            translate("rank {rank} on {host} was lost once"),
+            translate("rank {rank} on {host} was lost {number} times"),
+        )
         text = worded(once if number == 1 else often, where)
-        advice = said("look at `dmesg` of {host}, and at `logs/rank-{rank}.log`; in all, {cost}")
+        advice = translate("look at `dmesg` of {host}, and at `logs/rank-{rank}.log`; in all, {cost}")
         held.append(Held("lost", text, worded(advice, where), 0.0, (), len(run.epochs)))
     return held
 
 
 def _said(record: Any) -> str:
-    gone, come = said("rank {rank} on {host} was lost"), said("rank {rank} on {host} joined")
+    gone, come = translate("rank {rank} on {host} was lost"), translate("rank {rank} on {host} joined")
     lost = [gone.format(rank=each.get("rank"), host=each.get("host")) for each in record.lost]
     joined = [come.format(rank=each.get("rank"), host=each.get("host")) for each in record.joined]
     return "<br>".join([*lost, *joined])

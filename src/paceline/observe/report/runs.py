@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import PacelineError, Unreadable
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.run_folder import (
     DIED,
     METRICS,
@@ -36,8 +36,8 @@ class NoRun(PacelineError):
     @property
     def what(self) -> str:
         if not self.folder.exists():
-            return said("there is no folder {folder}").format(folder=self.folder)
-        text = said("{folder} holds no run") if self.folder.is_dir() else said("{folder} is a file, not a run")
+            return f"there is no folder {self.folder}"
+        text = "{folder} holds no run" if self.folder.is_dir() else "{folder} is a file, not a run"
         return text.format(folder=self.folder)
 
 
@@ -56,19 +56,19 @@ class EmptyRun(PacelineError):
     @property
     def what(self) -> str:
         if not self.is_over:
-            return said("{folder} has no steps yet").format(folder=self.folder)
+            return f"{self.folder} has no steps yet"
         metrics = self.folder / METRICS
-        none, gone = said("{file} holds no steps, and the run is over"), said("{file} is missing, and the run is over")
+        none, gone = "{file} holds no steps, and the run is over", "{file} is missing, and the run is over"
         return (none if metrics.exists() else gone).format(file=metrics)
 
     @property
     def advice(self) -> str:
         if self.is_over:
-            return said("bring back the {file} that the run wrote, or leave this run out").format(file=METRICS)
+            return f"bring back the {METRICS} that the run wrote, or leave this run out"
         if self.status in ("failed", DIED):
-            why = said("it {status} before its first steps were written: `logs/` and what it printed say why")
+            why = "it {status} before its first steps were written: `logs/` and what it printed say why"
             return why.format(status=self.status)
-        return said("wait for its first steps, which are written every `log_every` steps")
+        return "wait for its first steps, which are written every `log_every` steps"
 
 
 STANDINGS = {
@@ -147,9 +147,9 @@ class ReportedRun:
     @property
     def standing(self) -> str:
         """Its status, in words."""
-        unknown = said("not finished: {status}, which cannot be told from here")
+        unknown = translate("not finished: {status}, which cannot be told from here")
         known = STANDINGS.get(self.status)
-        return unknown.format(status=self.status) if known is None else said(known)
+        return unknown.format(status=self.status) if known is None else translate(known)
 
 
 def read_runs(folders: Sequence[Path], recipes: Sequence[RecipeReport] = ()) -> list[ReportedRun]:

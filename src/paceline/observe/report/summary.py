@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.units import worded
 from paceline.observe.progress import clock_time
 from paceline.observe.records import ValidationRecord
@@ -39,49 +39,53 @@ def _goal(run: ReportedRun) -> list[Fact]:
         return []
     value, step = best_score
     last = [record.metrics[monitor] for record in run.validations if _has(record, monitor)][-1]
-    end = said("; {score} at the end").format(score=score(run, monitor, last))
-    note = said("after step {step:,}").format(step=step + 1) + ("" if last == value else end)
-    return [Fact(said("best {metric}").format(metric=monitor), score(run, monitor, value), note)]
+    end = translate("; {score} at the end").format(score=score(run, monitor, last))
+    note = translate("after step {step:,}").format(step=step + 1) + ("" if last == value else end)
+    return [Fact(translate("best {metric}").format(metric=monitor), score(run, monitor, value), note)]
 
 
 def _loss(run: ReportedRun) -> Fact:
     value = run.steps[-1].loss
     began = run.steps[0].loss
-    note = said("{value} at the start").format(value=number(began)) if began is not None else ""
-    return Fact(said("training loss, last step"), said("not finite") if value is None else number(value), note)
+    note = translate("{value} at the start").format(value=number(began)) if began is not None else ""
+    return Fact(
+        translate("training loss, last step"), translate("not finite") if value is None else number(value), note
+    )
 
 
 def _length(run: ReportedRun) -> Fact:
     num_epochs = len(run.epochs)
-    text = said("{epochs:#epoch} in {time}") if num_epochs else said("{epochs:#epoch} ended so far")
+    text = translate("{epochs:#epoch} in {time}") if num_epochs else translate("{epochs:#epoch} ended so far")
     note = worded(text, {"epochs": num_epochs, "time": clock_time(training_s(run)) if num_epochs else ""})
-    return Fact(said("steps"), f"{run.num_steps:,}", note)
+    return Fact(translate("steps"), f"{run.num_steps:,}", note)
 
 
 def _speed(run: ReportedRun) -> list[Fact]:
     facts = []
     speeds = [epoch.objects_per_s for epoch in run.epochs if epoch.objects_per_s]
     if speeds:
-        note = said("first epoch {speed}").format(speed=number(speeds[0])) if len(speeds) > 1 else ""
+        note = translate("first epoch {speed}").format(speed=number(speeds[0])) if len(speeds) > 1 else ""
         rates = run.epochs[-1].rates
         unit = next((name.removesuffix("_per_s") for name, rate in rates.items() if rate == speeds[-1]), "samples")
-        facts.append(Fact(said("{unit}/s, last epoch").format(unit=said(unit)), number(speeds[-1]), note))
+        facts.append(Fact(translate("{unit}/s, last epoch").format(unit=translate(unit)), number(speeds[-1]), note))
     share = computing(run)
     if share is not None:
-        facts.append(Fact(said("computing time"), f"{100 * share:.1f} %", said("the rest waited for data")))
+        facts.append(Fact(translate("computing time"), f"{100 * share:.1f} %", translate("the rest waited for data")))
     paddings = [epoch.padding for epoch in run.epochs if epoch.padding is not None]
     if paddings:
-        facts.append(Fact(said("padding"), f"{100 * paddings[-1]:.1f} %", said("of the last epoch's batches")))
+        facts.append(
+            Fact(translate("padding"), f"{100 * paddings[-1]:.1f} %", translate("of the last epoch's batches"))
+        )
     return facts
 
 
 def _machine(run: ReportedRun) -> list[Fact]:
     settings, start = run.settings, (run.starts or [{}])[-1]
-    level = settings.get("precision") or said("level {level}").format(level=settings.get("level", "auto"))
+    level = settings.get("precision") or translate("level {level}").format(level=settings.get("level", "auto"))
     where = [str(part) for part in (start.get("host"), level) if part]
     if run.num_ranks is None:
         return []
-    return [Fact(said("ranks"), str(run.num_ranks), ", ".join(where))]
+    return [Fact(translate("ranks"), str(run.num_ranks), ", ".join(where))]
 
 
 def training_s(run: ReportedRun) -> float:
@@ -104,7 +108,7 @@ def comparison(runs: Sequence[ReportedRun]) -> tuple[list[str], list[list[str]]]
         [run.name, run.task, run.status, *(row.get(name, "") for name in names)]
         for run, row in zip(runs, every, strict=True)
     ]
-    return [said("run"), said("task"), said("status"), *names], rows
+    return [translate("run"), translate("task"), translate("status"), *names], rows
 
 
 def number(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.run_folder import METRICS
 from paceline.core.units import worded
 from paceline.observe.report.findings import held_back, nothing_found
@@ -48,7 +48,7 @@ def summary(runs: Sequence[ReportedRun]) -> str:
 
 
 def _unread(run: ReportedRun) -> str:
-    text = said("{lines:#line} of {file} cannot be read: what stood there is not on this page.")
+    text = translate("{lines:#line} of {file} cannot be read: what stood there is not on this page.")
     return worded(text, {"lines": run.num_unread, "file": METRICS})
 
 
@@ -79,9 +79,9 @@ def samples(runs: Sequence[ReportedRun]) -> str:
             for sample in each[:MOST_SAMPLES]:
                 texts = "".join(_text_row(of, text) for of, text in marked(sample.last).items())
                 before = "".join(
-                    f"<p><span>{said('step')} {step + 1:,}</span> {text}</p>" for step, text in _earlier(sample)
+                    f"<p><span>{translate('step')} {step + 1:,}</span> {text}</p>" for step, text in _earlier(sample)
                 )
-                folded = f"<details><summary>{said('before')}</summary>{before}</details>" if before else ""
+                folded = f"<details><summary>{translate('before')}</summary>{before}</details>" if before else ""
                 rows.append(f'<div class="card sample">{texts}{folded}</div>')
             title = name if len(runs) == 1 else f"{run.name}: {name}"
             blocks.append(f'<h3>{escape(title)}</h3><div class="samples">{"".join(rows)}</div>')
@@ -100,16 +100,16 @@ def settings(runs: Sequence[ReportedRun]) -> str:
     if len(runs) > 1:
         for title, different in (("Settings that differ", differences(every)), ("Starts", differences(starts))):
             rows = [[name, *values] for name, values in different.items()]
-            body = table(["", *names], rows, first_is_head=True) if rows else f"<p>{said('None.')}</p>"
-            blocks.append(f"<h3>{said(title)}</h3>{body}")
+            body = table(["", *names], rows, first_is_head=True) if rows else f"<p>{translate('None.')}</p>"
+            blocks.append(f"<h3>{translate(title)}</h3>{body}")
     else:
-        rows = [[said(name), value] for name, value in starts[0].items()]
-        blocks.append(table([said("start"), ""], rows, first_is_head=True))
+        rows = [[translate(name), value] for name, value in starts[0].items()]
+        blocks.append(table([translate("start"), ""], rows, first_is_head=True))
     rows = [
         [name, *(one.get(name, "") for one in every)] for name in dict.fromkeys(key for one in every for key in one)
     ]
-    whole = table([said("setting"), *names], rows, first_is_head=True)
-    all_of_them = worded(said("All {number:#setting}"), {"number": len(rows)})
+    whole = table([translate("setting"), *names], rows, first_is_head=True)
+    all_of_them = worded(translate("All {number:#setting}"), {"number": len(rows)})
     return "".join([*blocks, f"<details><summary>{all_of_them}</summary>{whole}</details>"])
 
 
@@ -126,7 +126,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, first_is_head
 
 
 def _text_row(name: str, text: str) -> str:
-    return f'<div class="text"><span>{escape(said(name))}</span><span>{text}</span></div>'
+    return f'<div class="text"><span>{escape(translate(name))}</span><span>{text}</span></div>'
 
 
 def _joined(texts: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.units import ranges
 from paceline.observe.epoch import RankEpoch
 from paceline.observe.records import EpochRecord, Memory, Number, declared_numbers
@@ -62,7 +62,7 @@ def _bars(epochs: Sequence[EpochRecord], is_each: bool) -> list[_Bar]:
         if not is_each:
             bars.append(_Bar(label, "", _mean(ranks)))
             continue
-        label = f"{said('epoch')} {number}" if epoch.stage is None else label
+        label = f"{translate('epoch')} {number}" if epoch.stage is None else label
         bars += [_Bar(label, f"rank {rank}", seconds) for rank, seconds in enumerate(ranks)]
     return bars
 
@@ -78,11 +78,11 @@ def _by_epoch(run: ReportedRun, epochs: Sequence[EpochRecord], number: int, num_
         _bar(phase, x, [short(bar.seconds.get(phase, 0.0)) for bar in bars], "%{y:.3g} s")
         for phase in phases([bar.seconds for bar in bars])
     ]
-    mean = said("mean over the ranks") if num_ranks > 1 else said("on one rank")
-    who = said("on each rank") if is_each else mean
+    mean = translate("mean over the ranks") if num_ranks > 1 else translate("on one rank")
+    who = translate("on each rank") if is_each else mean
     return Figure(
         f"time-epochs-{number}",
-        said("Time by epoch") + _of(run, num_runs),
+        translate("Time by epoch") + _of(run, num_runs),
         traces,
         {"barmode": "stack", "xaxis": axis("", type="multicategory") if is_each else axis("epoch", type=None)},
         _about(epochs, stride, who),
@@ -91,10 +91,14 @@ def _by_epoch(run: ReportedRun, epochs: Sequence[EpochRecord], number: int, num_
 
 
 def _about(epochs: Sequence[EpochRecord], stride: int, who: str) -> str:
-    which = said("each epoch") if stride == 1 else said("one epoch in {number}").format(number=stride)
+    which = translate("each epoch") if stride == 1 else translate("one epoch in {number}").format(number=stride)
     resumed = [place for place, epoch in enumerate(epochs, 1) if epoch.launch is not None]
-    lost = said(" Resumed within epoch {epochs}: without what was lost and done again.").format(epochs=ranges(resumed))
-    text = said("Seconds of {which}, {who}, with what came just before it: the last one's validation and checkpoint.")
+    lost = translate(" Resumed within epoch {epochs}: without what was lost and done again.").format(
+        epochs=ranges(resumed)
+    )
+    text = translate(
+        "Seconds of {which}, {who}, with what came just before it: the last one's validation and checkpoint."
+    )
     return text.format(which=which, who=who) + (lost if resumed else "")
 
 
@@ -116,7 +120,7 @@ def _by_rank(run: ReportedRun, epochs: Sequence[EpochRecord], number: int, num_r
         "height": max(220, 130 + 26 * num_ranks),
     }
     about = "Over all epochs. The rank that waits least for the others (communication) is the one they wait for."
-    return [Figure(f"time-ranks-{number}", said("Time by rank") + _of(run, num_runs), traces, layout, about)]
+    return [Figure(f"time-ranks-{number}", translate("Time by rank") + _of(run, num_runs), traces, layout, about)]
 
 
 def numbers(runs: Sequence[ReportedRun]) -> list[Figure]:
@@ -154,12 +158,12 @@ def _number(
 def _bar(phase: str, at: Any, values: Sequence[float | None], shown: str, *, is_lying: bool = False) -> Trace:
     return {
         "type": "bar",
-        "name": said(phase),
+        "name": translate(phase),
         "x": list(values) if is_lying else at,
         "y": at if is_lying else list(values),
         "orientation": "h" if is_lying else "v",
         "marker": {"color": PHASE_COLORS.get(phase, "#8b949e")},
-        "hovertemplate": f"{said(phase)} {shown}<extra></extra>",
+        "hovertemplate": f"{translate(phase)} {shown}<extra></extra>",
     }
 
 

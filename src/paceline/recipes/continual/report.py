@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.observe.report.figure import Figure, axis
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.section import Fact, RecipeReport, Section
@@ -32,8 +32,8 @@ class ContinualReport(RecipeReport):
         for kind, name in (("class_il", "class-IL accuracy"), ("task_il", "task-IL accuracy")):
             forgotten = results.get(f"{kind}_forgetting")
             if isinstance(results.get(kind), int | float):
-                note = "" if forgotten is None else said("{share:.1f} % forgotten").format(share=forgotten)
-                facts.append(Fact(said(name), f"{results[kind]:.2f} %", note))
+                note = "" if forgotten is None else translate("{share:.1f} % forgotten").format(share=forgotten)
+                facts.append(Fact(translate(name), f"{results[kind]:.2f} %", note))
         return facts
 
     def sections(self, runs: Sequence[ReportedRun]) -> list[Section]:
@@ -80,7 +80,7 @@ def _heat_maps(runs: Sequence[ReportedRun], results: Sequence[dict[str, Any]]) -
             if result.get(name):
                 of_run = f": {run.name}" if len(runs) > 1 else ""
                 tasks = [str(task) for task in result.get("tasks") or range(1, len(result[name]) + 1)]
-                heading = said(f"{title} accuracy") + of_run
+                heading = translate(f"{title} accuracy") + of_run
                 traces, layout, about = _heat_map(result[name], tasks)
                 min_width = 170 + CELL_PIXELS * len(tasks) if len(tasks) <= WRITTEN_UP_TO else 0
                 named = f"matrix-{number}-{name}"
@@ -94,7 +94,7 @@ def _heat_map(rows: list[list[float | None]], tasks: list[str]) -> tuple[list[di
         "type": "heatmap",
         "z": percent,
         "x": tasks,
-        "y": [said("after {task}").format(task=task) for task in tasks],
+        "y": [translate("after {task}").format(task=task) for task in tasks],
         "zmin": 0,
         "zmax": 100,
         "colorscale": [[0, "#e9f0fb"], [1, "#123e82"]],

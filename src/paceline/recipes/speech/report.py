@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.observe.report.figure import Figure, Trace, axis, line
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.samples import marked
@@ -56,9 +56,11 @@ def _kinds(run: ReportedRun, number: int, num_runs: int) -> list[Figure]:
             rates = [short(100 * counts[kind] / counts["words"]) for _, counts in known]
             places = thin(rates)
             xs, ys = [known[place][0] for place in places], [rates[place] for place in places]
-            traces.append(line(xs, ys, said(kind), tint, dots=len(xs) <= 40))
+            traces.append(line(xs, ys, translate(kind), tint, dots=len(xs) <= 40))
         if known:
-            text = said("Kinds of errors: {name} of {run}") if num_runs > 1 else said("Kinds of errors: {name}")
+            text = (
+                translate("Kinds of errors: {name} of {run}") if num_runs > 1 else translate("Kinds of errors: {name}")
+            )
             title = text.format(name=name, run=run.name)
             layout = {"xaxis": axis("step", rangemode="nonnegative"), "yaxis": axis("% of words", rangemode="tozero")}
             about = "Wrong, missing and added words, of the words that were said; their sum is the word error rate."
@@ -79,13 +81,15 @@ def _texts(run: ReportedRun, analyses: dict[str, Analysis], num_runs: int) -> st
     blocks = []
     for name, analysis in analyses.items():
         title = escape(name if num_runs == 1 else f"{run.name}: {name}")
-        rows = [[said(kind), f"{analysis[kind]:,}", _rate(analysis[kind], analysis["words"])] for kind in KINDS]  # type: ignore[literal-required]
-        titles = [said("errors"), said("words"), said("of the words said")]
+        rows = [[translate(kind), f"{analysis[kind]:,}", _rate(analysis[kind], analysis["words"])] for kind in KINDS]  # type: ignore[literal-required]
+        titles = [translate("errors"), translate("words"), translate("of the words said")]
         blocks.append(f"<h3>{title}</h3>{table(titles, rows, first_is_head=True)}")
         if analysis["worst"]:
-            blocks.append(f"<details><summary>{said('Worst utterances')}</summary>{_worst(analysis)}</details>")
+            blocks.append(f"<details><summary>{translate('Worst utterances')}</summary>{_worst(analysis)}</details>")
         if analysis["speakers"]:
-            blocks.append(f"<details><summary>{said('Error rate by speaker')}</summary>{_speakers(analysis)}</details>")
+            blocks.append(
+                f"<details><summary>{translate('Error rate by speaker')}</summary>{_speakers(analysis)}</details>"
+            )
     return "".join(blocks)
 
 
@@ -93,15 +97,15 @@ def _worst(analysis: Analysis) -> str:
     cards = []
     for worst in analysis["worst"]:
         texts_of = marked({"reference": worst["reference"], "hypothesis": worst["hypothesis"]})
-        who = "" if worst["speaker"] is None else said(", speaker {name}").format(name=worst["speaker"])
+        who = "" if worst["speaker"] is None else translate(", speaker {name}").format(name=worst["speaker"])
         head = escape(
-            said("{errors:,} errors in {words:,} words: {name}").format(
+            translate("{errors:,} errors in {words:,} words: {name}").format(
                 errors=worst["errors"], words=worst["words"], name=worst["name"]
             )
             + who
         )
         texts = "".join(
-            f'<div class="text"><span>{escape(said(of))}</span><span>{text}</span></div>'
+            f'<div class="text"><span>{escape(translate(of))}</span><span>{text}</span></div>'
             for of, text in texts_of.items()
         )
         cards.append(f'<div class="card sample"><p class="more">{head}</p>{texts}</div>')
@@ -114,9 +118,9 @@ def _speakers(analysis: Analysis) -> str:
     worst_first = sorted(sums, key=lambda row: (-row[1] / max(row[2], 1), row[0]))
     rows = [[who, _rate(errors, words), f"{errors:,}", f"{words:,}"] for who, errors, words in worst_first]
     left_out = analysis["num_speakers"] - min(len(rows), SPEAKERS_SHOWN)
-    more = said("{number:,} more, with lower rates or fewer words, are left out.").format(number=left_out)
+    more = translate("{number:,} more, with lower rates or fewer words, are left out.").format(number=left_out)
     note = f'<p class="more">{more}</p>' if left_out > 0 else ""
-    titles = [said("speaker"), said("word error rate"), said("errors"), said("words")]
+    titles = [translate("speaker"), translate("word error rate"), translate("errors"), translate("words")]
     return table(titles, rows[:SPEAKERS_SHOWN], first_is_head=True) + note
 
 

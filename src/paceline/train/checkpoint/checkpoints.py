@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline.core.cloud.address import address_of
 from paceline.core.errors import Conflict, PacelineError
-from paceline.core.language import said
 from paceline.core.run_folder import RunFolder
 from paceline.train.checkpoint import pieces, reader, state
 from paceline.train.checkpoint.contents import RunState, RunValues, collect_run
@@ -30,13 +29,13 @@ class NotACheckpoint(PacelineError):
 
     @property
     def kind(self) -> str:
-        return said("a run, not a checkpoint") if RunFolder(self.path).is_run else said("not a checkpoint")
+        return "a run, not a checkpoint" if RunFolder(self.path).is_run else "not a checkpoint"
 
     @property
     def advice(self) -> str:
         if RunFolder(self.path).is_run:
-            return said("add `--out {path} --resume auto` to go on with it").format(path=self.path)
-        return said("checkpoints are folders like <run>/checkpoints/step-00000120")
+            return f"add `--out {self.path} --resume auto` to go on with it"
+        return "checkpoints are folders like <run>/checkpoints/step-00000120"
 
 
 class NoSoundCheckpoint(PacelineError):

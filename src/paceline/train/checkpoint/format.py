@@ -24,7 +24,6 @@ from typing import Any, Literal
 import xxhash
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.train.checkpoint.snapshot import Digest, digest_of
 
 FORMAT = 1
@@ -147,18 +146,18 @@ def read_state(path: Path) -> StateFile:
     """Read the `state.json` of a checkpoint; raises `CheckpointBroken`."""
     document = read_json(path, STATE)
     if document.get("format") != FORMAT:
-        why = phrase("has format {number}, this version reads {ours}", number=document.get("format"), ours=FORMAT)
+        why = f"has format {document.get('format')}, this version reads {FORMAT}"
         raise CheckpointBroken(path, STATE, why)
     if missing := {"step", "score", "state"} - document.keys():
-        raise CheckpointBroken(path, STATE, phrase("lacks {names}", names=", ".join(sorted(missing))))
+        raise CheckpointBroken(path, STATE, f"lacks {', '.join(sorted(missing))}")
     if _SEAL in document and document[_SEAL] != _digest_of_values(document):
-        raise CheckpointBroken(path, STATE, phrase("its values are not what was written (digest differs)"))
+        raise CheckpointBroken(path, STATE, "its values are not what was written (digest differs)")
     step, state, files = document["step"], document["state"], document.get("files")
     if type(step) is not int or not isinstance(state, dict) or not isinstance(files, dict | None):
-        raise CheckpointBroken(path, STATE, phrase("has a step, state or files of another type"))
+        raise CheckpointBroken(path, STATE, "has a step, state or files of another type")
     match = re.fullmatch(r"step-(\d+)", path.name)
     if match and int(match[1]) != step:
-        raise CheckpointBroken(path, STATE, phrase("is of step {step}, its folder was renamed", step=step))
+        raise CheckpointBroken(path, STATE, f"is of step {step}, its folder was renamed")
     return StateFile(step, document["score"], document.get("mode", "min"), state, files)
 
 
@@ -166,14 +165,14 @@ def read_json(path: Path, file: str) -> dict[str, Any]:
     """Read a JSON object from a file of a checkpoint; raises `CheckpointBroken`."""
     try:
         if (path / file).exists() and not (path / file).is_file():  # reading a device might never end
-            raise CheckpointBroken(path, file, phrase("is not a plain file"))
+            raise CheckpointBroken(path, file, "is not a plain file")
         document = json.loads((path / file).read_bytes())
     except OSError as error:
         raise CheckpointBroken(path, file, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointBroken(path, file, phrase("is not JSON: {error}", error=error)) from error
+        raise CheckpointBroken(path, file, f"is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise CheckpointBroken(path, file, phrase("is not a JSON object"))
+        raise CheckpointBroken(path, file, "is not a JSON object")
     return document
 
 
@@ -198,7 +197,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
         except (TypeError, KeyError, ValueError, OverflowError):
             raise no_digest(path, file) from None
         if file != STATE and not _is_part(file):
-            raise CheckpointBroken(path, DIGESTS, phrase("lists {file!r}, which is no part", file=file))
+            raise CheckpointBroken(path, DIGESTS, f"lists {file!r}, which is no part")
     if STATE not in digests:
         raise no_digest(path, STATE)
     return digests
@@ -213,10 +212,10 @@ def check_file(path: Path, file: str, expected: Digest, verify: bool = True) -> 
     try:
         num_bytes = (path / file).stat().st_size
         if num_bytes != expected.num_bytes:
-            why = phrase("has {number} bytes instead of {wanted}", number=num_bytes, wanted=expected.num_bytes)
+            why = f"has {num_bytes} bytes instead of {expected.num_bytes}"
             raise CheckpointBroken(path, file, why)
         if verify and digest_of(path / file) != expected:
-            raise CheckpointBroken(path, file, phrase("its content is not what was written (digest differs)"))
+            raise CheckpointBroken(path, file, "its content is not what was written (digest differs)")
     except OSError as error:
         raise CheckpointBroken(path, file, error.strerror or str(error)) from error
 
@@ -231,15 +230,15 @@ def check_parts(path: Path, digests: Mapping[str, Digest], state: StateFile) -> 
         if file not in entries:
             raise no_digest(path, file)
         if state.files is not None and entries[file] != state.files.get(file):
-            why = phrase("says something else of {file} than {other}", file=file, other=STATE)
+            why = f"says something else of {file} than {STATE}"
             raise CheckpointBroken(path, DIGESTS, why)
     for file in sorted(each.name for each in path.glob(f"*{TENSORS}")):
         if file not in entries:
-            raise CheckpointBroken(path, file, phrase("is not a part that was saved here"))
+            raise CheckpointBroken(path, file, "is not a part that was saved here")
 
 
 def no_digest(path: Path, file: str) -> CheckpointBroken:
-    return CheckpointBroken(path, DIGESTS, phrase("has no size and digest for {file}", file=file))
+    return CheckpointBroken(path, DIGESTS, f"has no size and digest for {file}")
 
 
 def handed_in(rank: int) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from paceline.core.cloud.address import shown
 from paceline.core.cloud.file_copy import bring_parts
 from paceline.core.errors import Conflict, PacelineError
-from paceline.core.language import phrase
 from paceline.train.checkpoint import pieces
 from paceline.train.checkpoint.format import (
     DIGESTS,
@@ -169,4 +168,4 @@ def _read_tensors(path: Path, file: str) -> dict[str, Tensor]:
     try:
         return load_file(path / file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointBroken(path, file, phrase("is not a safetensors file: {error}", error=error)) from error
+        raise CheckpointBroken(path, file, f"is not a safetensors file: {error}") from error

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import said
 from paceline.core.together import Exclusion
 from paceline.optim import state as optimizer_state
 from paceline.parallel.strategy import StrategyState
@@ -30,7 +29,7 @@ class WeightsMisfit(PacelineError):
     @property
     def shown(self) -> str:
         lines = [f"  {problem}" for problem in self.problems[:10]]
-        more = [said("  and {number} more").format(number=len(self.problems) - 10)] if len(self.problems) > 10 else []
+        more = [f"  and {len(self.problems) - 10} more"] if len(self.problems) > 10 else []
         return "\n".join(lines + more)
 
 

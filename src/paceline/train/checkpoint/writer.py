@@ -23,7 +23,6 @@ from torch import Tensor
 
 from paceline.core.disk import sync
 from paceline.core.errors import Failed, PacelineError
-from paceline.core.language import phrase
 from paceline.train.checkpoint.format import (
     DIGESTS,
     LEFT,
@@ -115,7 +114,7 @@ class Checkpointer:
             if rank == 0:
                 _clean(folder)
         except OSError as error:
-            raise CheckpointFailed(folder, phrase("checkpoints cannot be kept here"), error) from error
+            raise CheckpointFailed(folder, "checkpoints cannot be kept here", error) from error
 
     def save(
         self,
@@ -192,11 +191,11 @@ class Checkpointer:
         except OSError as error:
             if self._rank == 0:  # the others' pieces are not this rank's to remove
                 shutil.rmtree(aside, ignore_errors=True)  # the space it holds is what the next attempt needs
-            raise CheckpointFailed(final, phrase("the checkpoint was not written"), error) from error
+            raise CheckpointFailed(final, "the checkpoint was not written", error) from error
         try:
             self._retain(values.step)
         except OSError as error:
-            raise CheckpointFailed(self.folder, phrase("older checkpoints cannot be removed"), error) from error
+            raise CheckpointFailed(self.folder, "older checkpoints cannot be removed", error) from error
         self.write_s = time.perf_counter() - start
         self._on_written()
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import NotFound, PacelineError
-from paceline.core.language import phrase
 from paceline.world.discover.allocation import ReadText, find_allocation, read_text
 from paceline.world.discover.machines import Machine, ProcessesWanted, check_tensorflow, find_machine
 from paceline.world.discover.plugin_launchers import from_plugins
@@ -237,9 +236,7 @@ def world_of(machine: Machine, env: Environment) -> World:
     why = [machine.why, "one process on this machine: `paceline launch` starts one per GPU"]
     world = World(machine.rank, 0, machine.count, 1, machine.rank, machine.count, machine.cluster, machine.meeting)
     if not 0 <= machine.rank < machine.count:
-        raise EnvironmentContradicts(
-            ["RANK", "WORLD_SIZE"], phrase("machine {rank} of {count}", rank=machine.rank, count=machine.count)
-        )
+        raise EnvironmentContradicts(["RANK", "WORLD_SIZE"], f"machine {machine.rank} of {machine.count}")
     if machine.cluster in ("vertex", "sagemaker") and "RANK" in env and "WORLD_SIZE" in env:
         _check_same_place(env, machine)
     return replace(world, why=tuple(why))
@@ -338,9 +335,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise EnvironmentContradicts(
-                ["SLURM_TASKS_PER_NODE"], phrase("{text!r} is not of the form 2(x3),1", text=text)
-            )
+            raise EnvironmentContradicts(["SLURM_TASKS_PER_NODE"], f"{text!r} is not of the form 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -367,7 +362,7 @@ def _meeting(
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         raise MeetingPointUnknown(launcher, nodes, missing)
     if not 0 < port < 65536:
-        raise EnvironmentContradicts(["MASTER_PORT"], phrase("{port} is not a port number", port=port))
+        raise EnvironmentContradicts(["MASTER_PORT"], f"{port} is not a port number")
     return f"{host}:{port}"
 
 
@@ -404,10 +399,7 @@ def _check_outer(env: Environment, rank: int, size: int) -> None:
         if share == 0 or share * outer_size != size or rank // share != outer_rank:
             raise EnvironmentContradicts(
                 ["RANK", "WORLD_SIZE", rank_name, size_name],
-                phrase(
-                    "rank {rank} of {size}, and rank {other} of {others}",
-                    **{"rank": rank, "size": size, "other": outer_rank, "others": outer_size},
-                ),
+                f"rank {rank} of {size}, and rank {outer_rank} of {outer_size}",
             )
 
 
@@ -419,31 +411,21 @@ def _same_place(env: Environment, rank_name: str, size_name: str) -> None:
     if [env[rank_name], env[size_name]] != [env[name] for name in theirs]:
         raise EnvironmentContradicts(
             [rank_name, size_name, *theirs],
-            phrase(
-                "rank {rank} of {size}, and rank {other} of {others}",
-                **{"rank": env[rank_name], "size": env[size_name], "other": env["PMI_RANK"], "others": env["PMI_SIZE"]},
-            ),
+            (f"rank {env[rank_name]} of {env[size_name]}, and rank {env['PMI_RANK']} of {env['PMI_SIZE']}"),
         )
 
 
 def _checked(world: World, names: tuple[str, ...], env: Environment | None = None) -> World:
     """Refuse numbers that contradict each other, also a WORLD_SIZE exported beside a scheduler's count."""
     if not 0 <= world.rank < world.size:
-        raise EnvironmentContradicts(
-            [names[0], names[1]], phrase("rank {rank} of {size}", rank=world.rank, size=world.size)
-        )
+        raise EnvironmentContradicts([names[0], names[1]], f"rank {world.rank} of {world.size}")
     if not 0 <= world.local_rank < world.local_size or world.local_size > world.size:
         raise EnvironmentContradicts(
             list(names[1:]),
-            phrase(
-                "rank {rank} of {size} on this node, {total} in all",
-                **{"rank": world.local_rank, "size": world.local_size, "total": world.size},
-            ),
+            f"rank {world.local_rank} of {world.local_size} on this node, {world.size} in all",
         )
     if env is not None and "WORLD_SIZE" in env and _integer(env, "WORLD_SIZE") != world.size:
-        raise EnvironmentContradicts(
-            ["WORLD_SIZE", names[1]], phrase("{one} and {other}", one=env["WORLD_SIZE"], other=world.size)
-        )
+        raise EnvironmentContradicts(["WORLD_SIZE", names[1]], f"{env['WORLD_SIZE']} and {world.size}")
     return world
 
 
@@ -453,7 +435,7 @@ def _integer(env: Environment, name: str, default: int | None = None) -> int:
     try:
         return int(env[name])
     except ValueError:
-        raise EnvironmentContradicts([name], phrase("{value!r} is not a whole number", value=env[name])) from None
+        raise EnvironmentContradicts([name], f"{env[name]!r} is not a whole number") from None
 
 
 def is_loopback(host: str) -> bool:

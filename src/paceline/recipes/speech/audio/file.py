@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from paceline.core.cloud.file_copy import bring_missing
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.core.paths import near
 from paceline.recipes.speech.shards.tar_index import (
     SUFFIX,
@@ -100,11 +99,11 @@ def opened(path: Path) -> Iterator[soundfile.SoundFile]:
             else:
                 raise
     except FileNotFoundError as error:
-        raise AudioUnreadable(path, phrase("there is no such file")) from error
+        raise AudioUnreadable(path, "there is no such file") from error
     except OSError as error:
-        raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error.strerror or error)) from error
+        raise AudioUnreadable(path, f"cannot be opened: {error.strerror or error}") from error
     except ValueError as error:  # a name with a zero byte
-        raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error)) from None
+        raise AudioUnreadable(path, f"cannot be opened: {error}") from None
     if descriptor < 0:
         with _opened_member(path) as file:
             yield file
@@ -113,16 +112,16 @@ def opened(path: Path) -> Iterator[soundfile.SoundFile]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             is_folder = stat.S_ISDIR(status.st_mode)
-            raise AudioUnreadable(path, phrase("is a folder") if is_folder else phrase("is not a file"))
+            raise AudioUnreadable(path, "is a folder" if is_folder else "is not a file")
         if status.st_size == 0:
-            raise AudioUnreadable(path, phrase("is empty"))
+            raise AudioUnreadable(path, "is empty")
         with _Sound(descriptor, closefd=False) as file:
             _check_rate(path, file)
             yield file
     except soundfile.LibsndfileError as error:
         raise AudioUnreadable(path, _why(error)) from None
     except OSError as error:
-        raise AudioUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from None
+        raise AudioUnreadable(path, f"cannot be read: {error.strerror}") from None
     finally:
         os.close(descriptor)
 
@@ -131,7 +130,7 @@ def opened(path: Path) -> Iterator[soundfile.SoundFile]:
 def _opened_member(path: Path) -> Iterator[soundfile.SoundFile]:
     shard, member = _member(path)
     if member.size == 0:
-        raise AudioUnreadable(path, phrase("is empty"))
+        raise AudioUnreadable(path, "is empty")
     try:
         with open_member(shard, member) as raw:
             try:
@@ -147,7 +146,7 @@ def _opened_member(path: Path) -> Iterator[soundfile.SoundFile]:
     except soundfile.LibsndfileError as error:
         raise AudioUnreadable(path, _why(error)) from None
     except OSError as error:
-        raise AudioUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from error
+        raise AudioUnreadable(path, f"cannot be read: {error.strerror}") from error
 
 
 def _is_inside(path: Path) -> bool:
@@ -164,13 +163,13 @@ def _member(path: Path) -> tuple[Path, Member]:
     except ShardUnreadable as unreadable:
         raise AudioUnreadable(shard, unreadable.why) from unreadable
     if member is None:
-        raise AudioUnreadable(path, phrase('{shard} has no member "{name}"', shard=near(shard), name=name))
+        raise AudioUnreadable(path, f'{near(shard)} has no member "{name}"')
     return shard, member
 
 
 def _check_rate(path: Path, file: soundfile.SoundFile) -> None:
     if not LOWEST_HZ <= file.samplerate <= HIGHEST_HZ:
-        why = phrase("is damaged: it claims a sample rate of {rate} Hz", rate=file.samplerate)
+        why = f"is damaged: it claims a sample rate of {file.samplerate} Hz"
         raise AudioUnreadable(path, why)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
-from paceline.core.language import phrase
+from paceline.core.units import counted
 from paceline.recipes.speech.audio.file import (
     AudioUnreadable,
     is_short,
@@ -60,7 +60,7 @@ def converted(path: Path, samples: NDArray[Any], rate: int, wanted_rate: int) ->
     if samples.dtype == np.int16:
         sound = samples.astype(np.float32)
     elif not (loudest := float(np.abs(samples).max(initial=0.0))) <= _LOUDEST:  # also NaN
-        why = phrase("is damaged: it holds values of {loudest:.3g}, where 1 is full scale", loudest=loudest)
+        why = f"is damaged: it holds values of {loudest:.3g}, where 1 is full scale"
         raise AudioUnreadable(path, why)
     else:
         sound = samples * np.float32(32768)
@@ -70,6 +70,6 @@ def converted(path: Path, samples: NDArray[Any], rate: int, wanted_rate: int) ->
         # In floats: to 16 bits soxr would add dither.
         sound = soxr.resample(sound, rate, wanted_rate)
         if not len(sound):
-            why = phrase("is too short: {number:#sample} at {rate} Hz", number=len(samples), rate=rate)
+            why = f"is too short: {counted(len(samples), 'sample')} at {rate} Hz"
             raise AudioUnreadable(path, why)
     return np.clip(np.rint(sound), -32768, 32767).astype(np.int16)

@@ -18,7 +18,7 @@ from paceline.config.parse import Given
 from paceline.config.train_command import POSITIONAL as POSITIONAL
 from paceline.config.train_command import TRAIN_OPTIONS, TrainCommand, train_options
 from paceline.config.yaml_file import read_file
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.run_folder import METRICS
 from paceline.core.terminal import tell
 from paceline.core.units import counted
@@ -81,7 +81,7 @@ def _show_help(options: type[TrainCommand]) -> NoReturn:
     }
     changed: dict[str, Any] = {name: (options.model_fields[name].annotation, value) for name, value in own.items()}
     shown = create_model(
-        "DemoOptions", __base__=options, __doc__=said("Let espeak-ng speak a corpus, and train on it."), **changed
+        "DemoOptions", __base__=options, __doc__=translate("Let espeak-ng speak a corpus, and train on it."), **changed
     )
     show_help(shown, prog="paceline demo", hidden=POSITIONAL)
 

@@ -14,7 +14,7 @@ from paceline.core.cloud.address import Place, shown
 from paceline.core.cloud.file_copy import send
 from paceline.core.errors import InvalidSetting
 from paceline.core.json_text import json_text
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.terminal import emit, tell
 
 with warnings.catch_warnings():
@@ -79,11 +79,11 @@ def _make(options: LmOptions) -> int:
         emit(json_text({"model": shown(options.out), **facts, **more}) + "\n")
         return 0
     grams = ", ".join(f"{count:,} {order}-grams" for order, count in enumerate(counts, 1))
-    line = said("{path}: {grams}, of {words:,} words in {sentences:,} sentences")
+    line = translate("{path}: {grams}, of {words:,} words in {sentences:,} sentences")
     tell(f"{line.format(path=shown(options.out), grams=grams, words=made.num_tokens, sentences=made.num_sentences)}\n")
     if made.fell_back:
         orders = ", ".join(f"{order}" for order in made.fell_back)
-        note = said("too little text for discounts of its own at order {orders}: {discounts} are taken")
+        note = translate("too little text for discounts of its own at order {orders}: {discounts} are taken")
         tell(f"{note.format(orders=orders, discounts=FALLBACK)}\n")
     return 0
 
@@ -102,7 +102,7 @@ def _measure(options: LmOptions) -> int:
     if options.json:
         emit(json_text({"model": shown(options.score), **fit._asdict()}) + "\n")
         return 0
-    line = said(
+    line = translate(
         "perplexity {perplexity:.1f} on {words:,} words and {sentences:,} ends of sentences; "
         "without the {unknown:,} unknown words {known:.1f}"
     )

@@ -13,7 +13,7 @@ from paceline.config.load import load
 from paceline.config.settings import Positive, Section
 from paceline.core.errors import NotFound
 from paceline.core.json_text import json_text
-from paceline.core.language import said
+from paceline.core.language import translate
 from paceline.core.terminal import emit, tell, warn
 from paceline.core.units import counted, plural
 from paceline.observe.bars import SideBar
@@ -100,10 +100,10 @@ def run(argv: Sequence[str]) -> int:
     action, rest = argv[0], argv[1:]
     if action not in ACTIONS:
         nearest = difflib.get_close_matches(action, ACTIONS, n=1)
-        meant = said("did you mean `paceline {name}`?").format(name=f"manifest {nearest[0]}" if nearest else "")
-        hint = meant if nearest else said("there are {names}").format(names=", ".join(ACTIONS))
-        what = said("there is no `{command}`").format(command=f"{PROG} {action}")
-        warn(f"{said('error: ')}{what}\n  {hint}\n")
+        meant = translate("did you mean `paceline {name}`?").format(name=f"manifest {nearest[0]}" if nearest else "")
+        hint = meant if nearest else f"there are {', '.join(ACTIONS)}"
+        what = f"there is no `{PROG} {action}`"
+        warn(f"{translate('error: ')}{what}\n  {hint}\n")
         return 2
     if action == "scan":
         return _scan(load(ScanOptions, rest, prog=f"{PROG} scan", positional=("path",)))
@@ -113,14 +113,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<8}{said(what)}" for name, what in ACTIONS.items()]
+    lines = [f"  {name:<8}{translate(what)}" for name, what in ACTIONS.items()]
     return "\n".join(
         [
-            said("usage: {prog} ACTION [OPTIONS]").format(prog=PROG),
+            translate("usage: {prog} ACTION [OPTIONS]").format(prog=PROG),
             "",
             *lines,
             "",
-            said("`{prog} ACTION --help` lists its options").format(prog=PROG),
+            translate("`{prog} ACTION --help` lists its options").format(prog=PROG),
             "",
         ]
     )

@@ -16,7 +16,6 @@ import numpy as np
 
 from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.recipes.speech.decoding.ngram import END, MAX_ORDER, MISSING_UNKNOWN, START, UNKNOWN, Level, Ngrams
 
 _COUNT: Final = re.compile(r"ngram\s+(\d{1,9})\s*=\s*(\d+)")
@@ -62,7 +61,7 @@ def read_arpa(path: Path) -> Ngrams:
         levels = [_read_level(lines, order, count, words) for order, count in enumerate(counts, 1)]
         line = lines.next_filled()
         if line != "\\end\\":
-            raise lines.broken(phrase("`\\end\\` is missing after the last n-gram"))
+            raise lines.broken("`\\end\\` is missing after the last n-gram")
     for word, log_prob in ((START, MISSING_UNKNOWN), (END, MISSING_UNKNOWN), (UNKNOWN, MISSING_UNKNOWN)):
         if word not in words:
             words[word] = len(words)
@@ -112,7 +111,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
         with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             yield file
     except UnicodeDecodeError as error:
-        raise NoLanguageModel(path, phrase("it is not UTF-8 ({error})", error=error.reason)) from None
+        raise NoLanguageModel(path, f"it is not UTF-8 ({error.reason})") from None
     except (OSError, EOFError, zlib.error) as error:
         raise NoLanguageModel(path, getattr(error, "strerror", None) or str(error)) from None
 
@@ -145,28 +144,28 @@ def _read_counts(lines: _Lines) -> list[int]:
             break
         line = lines.next_filled()
     if line != "\\data\\":
-        raise NoLanguageModel(lines.path, phrase("`\\data\\`, with which an ARPA file begins, is not there"))
+        raise NoLanguageModel(lines.path, "`\\data\\`, with which an ARPA file begins, is not there")
     counts: list[int] = []
     line = lines.next_filled()
     while line is not None and (match := _COUNT.fullmatch(line)):
         if int(match[1]) != len(counts) + 1:
-            raise lines.broken(phrase("number of {order}-grams expected", order=len(counts) + 1))
+            raise lines.broken(f"number of {len(counts) + 1}-grams expected")
         if len(match[2]) > _MOST_DIGITS:
-            raise lines.broken(phrase("more n-grams are announced than any file holds"))
+            raise lines.broken("more n-grams are announced than any file holds")
         counts.append(int(match[2]))
         line = lines.next_filled()
     if not counts or line != "\\1-grams:":
-        raise lines.broken(phrase("`ngram 1=...` or `\\1-grams:` expected"))
+        raise lines.broken("`ngram 1=...` or `\\1-grams:` expected")
     if not counts[0]:
-        raise lines.broken(phrase("a model without words: `ngram 1=0`"))
+        raise lines.broken("a model without words: `ngram 1=0`")
     if len(counts) > MAX_ORDER:
-        raise lines.broken(phrase("n-grams of more than {most} words are not read", most=MAX_ORDER))
+        raise lines.broken(f"n-grams of more than {MAX_ORDER} words are not read")
     return counts
 
 
 def _read_level(lines: _Lines, order: int, count: int, words: dict[str, int]) -> Level:
     if order > 1 and lines.next_filled() != f"\\{order}-grams:":
-        raise lines.broken(phrase("`\\{order}-grams:` expected: more n-grams are there than announced", order=order))
+        raise lines.broken(f"`\\{order}-grams:` expected: more n-grams are there than announced")
     begin = lines.number
     rows = list(map(_split, islice(lines.file, count)))
     lines.number += len(rows)
@@ -212,12 +211,10 @@ def _first_broken(
         why = _wrong(row, order, gram, seen, words)
         if why is not None:
             is_end = not row or row[0].startswith("\\")
-            found = phrase(
-                "{count} {order}-grams are announced, {found} are there", count=count, order=order, found=number
-            )
+            found = f"{count} {order}-grams are announced, {number} are there"
             return BrokenArpa(lines.path, begin + number + 1, found if is_end else why, " ".join(row))
         seen.add(gram)
-    found = phrase("{count} {order}-grams are announced, {found} are there", count=count, order=order, found=len(rows))
+    found = f"{count} {order}-grams are announced, {len(rows)} are there"
     return BrokenArpa(lines.path, begin + len(rows), found)
 
 
@@ -229,10 +226,10 @@ def _wrong(
         if not order + 1 <= len(row) <= order + 2:
             raise ValueError
     except (ValueError, IndexError):
-        return phrase("a logarithm, {order} words and perhaps a back-off weight expected", order=order)
+        return f"a logarithm, {order} words and perhaps a back-off weight expected"
     if not (numbers[0] <= 0 and math.isfinite(numbers[-1] if len(row) == order + 2 else 0.0)):
-        return phrase("a probability above 1, or no number")
+        return "a probability above 1, or no number"
     missing = [word for word in gram if order > 1 and word not in words]
     if missing:
-        return phrase("the word {word!r} is not among the 1-grams", word=missing[0])
-    return phrase("the same n-gram stands there twice") if gram in seen else None
+        return f"the word {missing[0]!r} is not among the 1-grams"
+    return "the same n-gram stands there twice" if gram in seen else None

@@ -17,7 +17,6 @@ from torch import Tensor
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.file_copy import bring
 from paceline.core.errors import Conflict, InvalidSetting, PacelineError
-from paceline.core.language import phrase
 from paceline.core.terminal import warn
 from paceline.core.torch_private import can_compile_cuda
 from paceline.recipes.speech.decoding.arpa import NoLanguageModel, read_arpa
@@ -273,16 +272,16 @@ def _check_arguments(beam_width: Any, numbers: Mapping[str, Any], hotwords: Iter
     """Raise for arguments of a search that are of another kind, or beyond what can be searched."""
     for name, value in numbers.items():
         if not isinstance(value, int | float | np.number) or not np.isfinite(value):
-            raise WrongBeam(name, value, phrase("it must be a number"))
+            raise WrongBeam(name, value, "it must be a number")
     if not isinstance(beam_width, int | np.integer) or beam_width > MOST_HYPOTHESES:
-        why = phrase("it must be a whole number, up to {most:,}", most=MOST_HYPOTHESES)
+        why = f"it must be a whole number, up to {MOST_HYPOTHESES:,}"
         raise WrongBeam("beam_width", beam_width, why)
     if beam_width < 1:
-        raise WrongBeam("beam_width", beam_width, phrase("at least one hypothesis must be kept"))
+        raise WrongBeam("beam_width", beam_width, "at least one hypothesis must be kept")
     for word in hotwords:
         if not isinstance(word, str) or len(word) > MOST_CHARACTERS:
             shown = word[:20] + "..." if isinstance(word, str) else word
-            why = phrase("a hot word is a text of up to {most:,} characters", most=MOST_CHARACTERS)
+            why = f"a hot word is a text of up to {MOST_CHARACTERS:,} characters"
             raise WrongBeam("hotwords", repr(shown), why)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import NotInstalled
-from paceline.core.language import phrase
 from paceline.recipes.speech.decoding.arpa import NoLanguageModel
 from paceline.recipes.speech.decoding.ngram import END, START, UNKNOWN, Tables
 
@@ -89,9 +88,9 @@ def _stored_words(path: Path) -> list[str]:
     begin = content.rfind(f"{UNKNOWN}\0".encode())
     words = content[begin:].split(b"\0")[:-1] if begin >= 0 and has_words == 1 else []
     if len(words) != count:
-        raise NoLanguageModel(path, phrase("it does not hold its words; give the ARPA file, or build the binary anew"))
+        raise NoLanguageModel(path, "it does not hold its words; give the ARPA file, or build the binary anew")
     known = [word.decode("utf-8", "surrogateescape") for word in words]
     missing = [word for word in (START, END) if word not in known]
     if missing:
-        raise NoLanguageModel(path, phrase("it has no word {word!r}", word=missing[0]))
+        raise NoLanguageModel(path, f"it has no word {missing[0]!r}")
     return known

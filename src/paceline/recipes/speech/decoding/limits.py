@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 
 FLOOR: Final = math.log(1e-15)
 """Smallest log-probability of a label in a frame; less counts as this."""
@@ -33,20 +32,20 @@ class WrongOutputs(PacelineError):
 
 
 def not_log_probs() -> WrongOutputs:
-    return WrongOutputs(phrase("the probabilities of a frame are together more than 1"))
+    return WrongOutputs("the probabilities of a frame are together more than 1")
 
 
 def check_outputs(log_probs: Tensor, lengths: Sequence[int], classes: int) -> None:
     """Raise for what no search may read: beyond its end, or other numbers than log-probabilities."""
     shape = tuple(log_probs.shape)
     if len(shape) != 3 or shape[-1] != classes:
-        why = phrase("its shape is {shape}; labels, the blank among them: {classes}", shape=shape, classes=classes)
+        why = f"its shape is {shape}; labels, the blank among them: {classes}"
         raise WrongOutputs(why)
     if len(lengths) != shape[0]:
-        raise WrongOutputs(phrase("utterances: {batch}, lengths: {count}", batch=shape[0], count=len(lengths)))
+        raise WrongOutputs(f"utterances: {shape[0]}, lengths: {len(lengths)}")
     wrong = next((length for length in lengths if not 0 <= length <= shape[1]), None)
     if wrong is not None:
-        raise WrongOutputs(phrase("the length {length} is not one of {frames} frames", length=wrong, frames=shape[1]))
+        raise WrongOutputs(f"the length {wrong} is not one of {shape[1]} frames")
     if not log_probs.numel():
         return
     is_frame = (

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.language import phrase, said
+from paceline.core.language import translate
 from paceline.core.terminal import warn
 from paceline.core.torch_private import compile_cuda
 from paceline.recipes.speech.decoding.limits import FLOOR, Found, Limits, Weights, not_log_probs
@@ -89,15 +89,15 @@ def _folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not _is_private(folder.stat()):
-            why = phrase("others may write it")
+            why = "others may write it"
         elif os.access(folder, os.W_OK):
             return folder
         else:
-            why = phrase("it cannot be written")
+            why = "it cannot be written"
     except OSError as error:
         why = error.strerror or str(error)
     own = _own_folder()
-    told = said("the beam search is compiled for this process alone, for it cannot be kept in {folder}: {why}")
+    told = translate("the beam search is compiled for this process alone, for it cannot be kept in {folder}: {why}")
     warn(f"{told.format(folder=folder, why=why)}\n")
     return own
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.language import phrase
 from paceline.core.terminal import warn
 from paceline.core.torch_private import foreach_copy_
+from paceline.core.units import counted
 from paceline.recipes.speech.fast.running import Seen, track
 from paceline.recipes.speech.kernels.conformer import gated_conv, residual_norm, subsampling
 from paceline.recipes.speech.kernels.conformer.relative_attention import attend, attend_backward, places_backward
@@ -167,11 +167,10 @@ def _say_plain(batch: int, frames: int) -> None:
     global _is_plain_said
     if not _is_plain_said:
         _is_plain_said = True
-        text = phrase(
-            "a grain of {batch:#utterance} of {frames} frames is past the 2^31 elements of the kernels: such grains "
-            "are computed the plain way, which is slower; more `--grains` make them smaller",
-            batch=batch,
-            frames=frames,
+        text = (
+            f"a grain of {counted(batch, 'utterance')} of {frames} frames is past the 2^31 elements "
+            "of the kernels: such grains are computed the plain way, which is slower; more "
+            "`--grains` make them smaller"
         )
         warn(f"{text}\n")
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.core.paths import near
-from paceline.core.units import ranges
+from paceline.core.units import counted, ranges
 from paceline.data.packed.errors import is_packed
 
 MOST_SHOWN = 20
@@ -56,7 +55,7 @@ class BadManifest(PacelineError):
         if self.total == 1:
             return "\n  ".join(filter(None, [str(self.bad[0]), self.bad[0].text]))
         files = ", ".join(dict.fromkeys(near(line.path) for line in self.bad))
-        count = phrase("{total:#bad line} in {files}", total=self.total, files=files)
+        count = f"{counted(self.total, 'bad line')} in {files}"
         return "\n".join([f"{count}", *shown(self.bad, self.total)])
 
     @property
@@ -78,11 +77,9 @@ def shown(bad: Sequence[BadLine], total: int, margin: str = "  ") -> list[str]:
                 lines.append(f"{margin}  {bad_line.text}")
         if len(group) > len(alone):
             numbers = ranges([each.line for each in group[1:]])
-            lines.append(
-                f"{margin}{phrase('the same in {path}, lines {numbers}', path=near(group[0].path), numbers=numbers)}"
-            )
+            lines.append(f"{margin}the same in {near(group[0].path)}, lines {numbers}")
     if total > MOST_SHOWN:
-        lines.append(f"{margin}{phrase('... and {number:,} more', number=total - MOST_SHOWN)}")
+        lines.append(f"{margin}... and {total - MOST_SHOWN:,} more")
     return lines
 
 
@@ -96,23 +93,22 @@ def beginning(raw: bytes) -> str:
 def _advice(bad: Sequence[BadLine], total: int, is_all: bool) -> str:
     file = near(bad[0].path)
     if total == 1 and bad[0].what.startswith('"duration"'):
-        return phrase("add the length in seconds, or let `paceline manifest scan {file}` measure it", file=file)
-    values = {"file": file, "these": phrase("it") if total == 1 else phrase("them")}
+        return f"add the length in seconds, or let `paceline manifest scan {file}` measure it"
+    values = {"file": file, "these": "it" if total == 1 else "them"}
     if is_packed(bad[0].path):
         if is_all:
-            return phrase("pack {file} again from what it was made of: without {these} nothing is left", **values)
-        return phrase(
+            return "pack {file} again from what it was made of: without {these} nothing is left".format(**values)
+        return (
             "pack {file} again from what it was made of, take what is sound of it (`paceline pack {file} sound.h5 "
-            "--bad-data skip`), or go on without {these} with `--bad-data skip`",
-            **values,
-        )
+            "--bad-data skip`), or go on without {these} with `--bad-data skip`"
+        ).format(**values)
     if is_all:
-        return phrase(
-            "mend {these} (`paceline manifest scan {file}` measures durations): without {these} nothing is left",
-            **values,
+        return (
+            "mend {these} (`paceline manifest scan {file}` measures durations): without {these} nothing is left".format(
+                **values
+            )
         )
-    return phrase(
+    return (
         "mend {these}, let `paceline manifest scan {file}` write a manifest of what is sound, or go on without {these} "
-        "with `--bad-data skip`",
-        **values,
-    )
+        "with `--bad-data skip`"
+    ).format(**values)

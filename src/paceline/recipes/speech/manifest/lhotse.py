@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.core.language import phrase
 from paceline.recipes.speech.manifest.line import LineInvalid, resolve
 
 KINDS = ("MonoCut", "Cut")
@@ -27,16 +26,16 @@ def lines_of_cut(entry: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     """Return lines as NeMo has them, for a cut of a manifest in `folder`."""
     kind = entry.get("type", "MonoCut")
     if kind not in KINDS:
-        why = phrase("is a {kind}; only MonoCut is read: save the audio of such cuts first", kind=kind)
+        why = f"is a {kind}; only MonoCut is read: save the audio of such cuts first"
         raise LineInvalid(why)
     channel = entry.get("channel", 0)
     if channel not in (0, None) or isinstance(channel, bool):
-        raise LineInvalid(phrase("is about channel {channel}; channels are averaged here, not chosen", channel=channel))
+        raise LineInvalid(f"is about channel {channel}; channels are averaged here, not chosen")
     begin, length = _seconds(entry, "start"), _seconds(entry, "duration")
     audio = _audio(entry.get("recording"), folder)
     supervisions = entry.get("supervisions") or []
     if not isinstance(supervisions, list) or not all(isinstance(each, dict) for each in supervisions):
-        raise LineInvalid(phrase('"supervisions" must be a list of objects'))
+        raise LineInvalid('"supervisions" must be a list of objects')
     if len(supervisions) < 2:
         about = _about(supervisions[0]) if supervisions else {}
         return [{"audio_filepath": audio, "offset": begin, "duration": length, **about}]
@@ -48,7 +47,7 @@ def _part(audio: str, begin: float, length: float, supervision: Mapping[str, Any
     """Return the line of one of several supervisions: what of it lies within the cut."""
     start = supervision.get("start", 0.0)
     if not isinstance(start, int | float):
-        raise LineInvalid(phrase('"{key}" of a supervision must be a number', key="start"))
+        raise LineInvalid('"start" of a supervision must be a number')
     first, last = max(0.0, start), min(length, start + _seconds(supervision, "duration"))
     return {"audio_filepath": audio, "offset": begin + first, "duration": last - first, **_about(supervision)}
 
@@ -59,16 +58,16 @@ def _about(supervision: Mapping[str, Any]) -> dict[str, Any]:
 
 def _audio(recording: Any, folder: Path) -> str:
     if not isinstance(recording, dict):
-        raise LineInvalid(phrase('"recording" is missing: a cut of features alone has no audio'))
+        raise LineInvalid('"recording" is missing: a cut of features alone has no audio')
     if recording.get("transforms"):
-        raise LineInvalid(phrase("its recording is to be transformed: save the audio of such cuts first"))
+        raise LineInvalid("its recording is to be transformed: save the audio of such cuts first")
     sources = recording.get("sources")
     if not isinstance(sources, list) or len(sources) != 1 or not isinstance(sources[0], dict):
-        raise LineInvalid(phrase("its recording must have one source"))
+        raise LineInvalid("its recording must have one source")
     kind, source = sources[0].get("type"), sources[0].get("source")
     if kind not in ("file", "url") or not isinstance(source, str) or not source.strip():
         # A source may also be a command of the shell, which is never executed here.
-        raise LineInvalid(phrase("its recording is of type {kind}; only file and url are read", kind=kind))
+        raise LineInvalid(f"its recording is of type {kind}; only file and url are read")
     if "://" in source or os.path.isabs(source) or os.path.exists(resolve(folder, source)):
         return source
     # Lhotse writes paths as they were given to it, from the folder that it was called in.
@@ -78,5 +77,5 @@ def _audio(recording: Any, folder: Path) -> str:
 def _seconds(entry: Mapping[str, Any], key: str) -> float:
     value = entry.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise LineInvalid(phrase('"{key}" must be a number of seconds', key=key))
+        raise LineInvalid(f'"{key}" must be a number of seconds')
     return float(value)

@@ -12,7 +12,6 @@ from pydantic_core import from_json
 
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.file_copy import bring_missing
-from paceline.core.language import phrase
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark of UTF-8, which some editors write at the beginning of a file."""
@@ -56,7 +55,7 @@ def line_of(entry: dict[str, Any], folder: Path, needs_text: bool = True) -> Lin
     if type(seconds) is not float or not 0.0 < seconds <= MOST_SECONDS:
         seconds = _seconds(entry, "duration")
         if seconds == 0.0:
-            raise LineInvalid(phrase('"duration" is 0, and must be above'))
+            raise LineInvalid('"duration" is 0, and must be above')
     if type(text) is not str:
         text = _text(entry, folder) if needs_text else ""
     audio = _bytes(audio_of(entry), AUDIO_KEYS[0], "surrogateescape")
@@ -72,7 +71,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         if entry is None:
             raise LineInvalid(_why_not_json(raw)) from error
     if type(entry) is not dict:
-        raise LineInvalid(phrase("is {kind}, not a JSON object", kind=_kind(entry)))
+        raise LineInvalid(f"is {_kind(entry)}, not a JSON object")
     return entry
 
 
@@ -81,11 +80,11 @@ def audio_of(entry: dict[str, Any]) -> str:
     key = AUDIO_KEYS[0] if entry.get(AUDIO_KEYS[0]) is not None or AUDIO_KEYS[1] not in entry else AUDIO_KEYS[1]
     audio = _present(entry, key)
     if type(audio) is not str:
-        raise LineInvalid(phrase('"{key}" must be text, not {kind}', key=key, kind=_kind(audio)))
+        raise LineInvalid(f'"{key}" must be text, not {_kind(audio)}')
     if not audio.strip():
-        raise LineInvalid(phrase('"{key}" is empty', key=key))
+        raise LineInvalid(f'"{key}" is empty')
     if "\0" in audio:
-        raise LineInvalid(phrase('"{key}" is no path: {path!r}', key=key, path=audio))
+        raise LineInvalid(f'"{key}" is no path: {audio!r}')
     return audio
 
 
@@ -111,44 +110,44 @@ def _bytes(text: str, key: str, errors: str = "strict") -> bytes:
     try:
         return text.encode("utf-8", errors)
     except UnicodeEncodeError:
-        raise LineInvalid(phrase('"{key}" holds a half of a surrogate pair, which is no character', key=key)) from None
+        raise LineInvalid(f'"{key}" holds a half of a surrogate pair, which is no character') from None
 
 
 def _seconds(entry: dict[str, Any], key: str) -> float:
     value = _present(entry, key)
     if type(value) is not float and type(value) is not int:
-        raise LineInvalid(phrase('"{key}" must be a number, not {kind}', key=key, kind=_kind(value)))
+        raise LineInvalid(f'"{key}" must be a number, not {_kind(value)}')
     if value < 0:
-        raise LineInvalid(phrase('"{key}" is {value}, and must not be below 0', key=key, value=_short(value)))
+        raise LineInvalid(f'"{key}" is {_short(value)}, and must not be below 0')
     if not value <= MOST_SECONDS:  # also NaN
-        raise LineInvalid(phrase('"{key}" is {value}, which is no number of seconds', key=key, value=_short(value)))
+        raise LineInvalid(f'"{key}" is {_short(value)}, which is no number of seconds')
     return float(value)
 
 
 def _text(entry: dict[str, Any], folder: Path) -> str:
     if entry.get("text") is not None:
-        raise LineInvalid(phrase('"{key}" must be text, not {kind}', key="text", kind=_kind(entry["text"])))
+        raise LineInvalid(f'"text" must be text, not {_kind(entry["text"])}')
     if entry.get("text_filepath") is None:
         _present(entry, "text")
     written = entry["text_filepath"]
     if type(written) is not str or "\0" in written:
-        raise LineInvalid(phrase('"text_filepath" must be a path, not {kind}', kind=_kind(written)))
+        raise LineInvalid(f'"text_filepath" must be a path, not {_kind(written)}')
     path = resolve(folder, written)
     try:
         if not path.is_file() and not bring_missing(path):  # also a device or a pipe, which could be read without end
-            raise LineInvalid(phrase('"text_filepath": there is no file {path}', path=path))
+            raise LineInvalid(f'"text_filepath": there is no file {path}')
         return path.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError:
-        raise LineInvalid(phrase('"text_filepath": {path} is not UTF-8', path=path)) from None
+        raise LineInvalid(f'"text_filepath": {path} is not UTF-8') from None
     except OSError as error:
-        why = phrase('"text_filepath": {path} cannot be read: {why}', path=path, why=error.strerror)
+        why = f'"text_filepath": {path} cannot be read: {error.strerror}'
         raise LineInvalid(why) from None
 
 
 def _present(entry: dict[str, Any], key: str) -> Any:
     value = entry.get(key)
     if value is None:
-        raise LineInvalid(phrase('"{key}" is null', key=key) if key in entry else phrase('"{key}" is missing', key=key))
+        raise LineInvalid(f'"{key}" is null' if key in entry else f'"{key}" is missing')
     return value
 
 
@@ -160,13 +159,13 @@ def _short(value: float) -> str:
 
 def _kind(value: Any) -> str:
     names = {
-        dict: phrase("an object"),
-        list: phrase("a list"),
-        str: phrase("text"),
-        bool: phrase("true or false"),
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
         type(None): "null",
     }
-    return names.get(type(value), phrase("a number"))
+    return names.get(type(value), "a number")
 
 
 def _why_not_json(raw: bytes) -> str:
@@ -175,11 +174,11 @@ def _why_not_json(raw: bytes) -> str:
         raw.decode("utf-8")
         from_json(raw.strip())
     except UnicodeDecodeError as error:
-        return phrase("is not UTF-8 at byte {number}", number=error.start + 1)
+        return f"is not UTF-8 at byte {error.start + 1}"
     except ValueError as error:
         why = re.sub(r" at line \d+ column", " at column", str(error))
         why = re.sub(r"^expected ident", "expected value", why)  # a word like `nothing`, which begins as `null` does
         if why.startswith(_CUT):
-            return phrase("is not JSON: the line ends within {what}", what=why.removeprefix(_CUT).strip())
-        return phrase("is not JSON: {why}", why=why)
-    return phrase("is not JSON")
+            return f"is not JSON: the line ends within {why.removeprefix(_CUT).strip()}"
+        return f"is not JSON: {why}"
+    return "is not JSON"

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.core.paths import near
 from paceline.core.units import counted, duration
 from paceline.data.packed.errors import is_packed
@@ -195,9 +194,7 @@ def _sources(spec: str | Sequence[Path | str]) -> list[Source]:
     names = [name.strip() for name in spec.split(",")] if isinstance(spec, str) else spec
     sources = sources_of([name for name in names if str(name)])
     if not sources:
-        raise NotAManifest(
-            repr(spec), phrase("names no manifest"), phrase("give one file, or several with commas between")
-        )
+        raise NotAManifest(repr(spec), "names no manifest", "give one file, or several with commas between")
     return sources
 
 
@@ -218,15 +215,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     is_empty = False
                 yield number, raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        hint = phrase("copy it again from where it was made, or see what is left: `gunzip {path}`", path=near(path))
-        raise NotAManifest(path, phrase("is compressed, and damaged: {why}", why=error), hint) from None
+        hint = f"copy it again from where it was made, or see what is left: `gunzip {near(path)}`"
+        raise NotAManifest(path, f"is compressed, and damaged: {error}", hint) from None
     except OSError as error:
-        raise NotAManifest(path, phrase("cannot be read: {why}", why=error.strerror)) from None
+        raise NotAManifest(path, f"cannot be read: {error.strerror}") from None
     if is_empty:
         raise NotAManifest(
             path,
-            phrase("is empty"),
-            phrase("it must hold one JSON object per line; `paceline manifest scan FOLDER` makes one"),
+            "is empty",
+            "it must hold one JSON object per line; `paceline manifest scan FOLDER` makes one",
         )
 
 
@@ -400,34 +397,34 @@ def _require_file(path: Path) -> None:
     try:
         _refuse_other_things(path)
     except OSError as error:  # a name too long, a folder that may not be looked into
-        raise NotAManifest(path, phrase("cannot be read: {why}", why=error.strerror)) from None
+        raise NotAManifest(path, f"cannot be read: {error.strerror}") from None
 
 
 def _refuse_other_things(path: Path) -> None:
     if is_packed(path):
-        hint = phrase("give the JSON-lines manifest it was made from")
-        raise NotAManifest(path, phrase("is HDF5, not JSON lines"), hint)
+        hint = "give the JSON-lines manifest it was made from"
+        raise NotAManifest(path, "is HDF5, not JSON lines", hint)
     if path.is_dir():
-        hint = phrase("name a file in it, or make one with `paceline manifest scan {path}`", path=near(path))
-        raise NotAManifest(path, phrase("is a folder, not a manifest"), hint)
+        hint = f"name a file in it, or make one with `paceline manifest scan {near(path)}`"
+        raise NotAManifest(path, "is a folder, not a manifest", hint)
     if not path.exists():
         names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         nearest = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, names, n=1)]
-        scan = phrase("check the path; `paceline manifest scan FOLDER` makes a manifest of a folder of audio")
-        hint = phrase("did you mean {name}?", name=nearest[0]) if nearest else scan
-        raise NotAManifest(path, phrase("there is no such file"), hint)
+        scan = "check the path; `paceline manifest scan FOLDER` makes a manifest of a folder of audio"
+        hint = f"did you mean {nearest[0]}?" if nearest else scan
+        raise NotAManifest(path, "there is no such file", hint)
 
 
 def _refuse_other_formats(path: Path, raw: bytes) -> None:
     """Refuse files by how they begin: they would be one bad line after the other."""
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise NotAManifest(path, phrase("is UTF-16"), phrase("save it as UTF-8"))
+        raise NotAManifest(path, "is UTF-16", "save it as UTF-8")
     if raw.startswith(b"\x1f\x8b"):
-        hint = phrase("let its name end in .gz, or unpack it: `gunzip {path}`", path=near(path))
-        raise NotAManifest(path, phrase("is compressed"), hint)
+        hint = f"let its name end in .gz, or unpack it: `gunzip {near(path)}`"
+        raise NotAManifest(path, "is compressed", hint)
     if raw.startswith(b"\x89HDF"):
-        hint = phrase("packed data is known by its name: let it end in .h5")
-        raise NotAManifest(path, phrase("is HDF5, not JSON lines"), hint)
+        hint = "packed data is known by its name: let it end in .h5"
+        raise NotAManifest(path, "is HDF5, not JSON lines", hint)
 
 
 def _refuse_array(path: Path, raw: bytes) -> None:
@@ -435,8 +432,8 @@ def _refuse_array(path: Path, raw: bytes) -> None:
     if begin.startswith(b"[") and begin[1:].lstrip()[:1] in (b"", b"{"):
         python = "import json,sys; [print(json.dumps(x)) for x in json.load(sys.stdin)]"
         line = f"python -c '{python}' < {near(path)} > lines.json"
-        hint = phrase("write one object per line: `{line}`", line=line)
-        raise NotAManifest(path, phrase("is one JSON array, not one JSON object per line"), hint)
+        hint = f"write one object per line: `{line}`"
+        raise NotAManifest(path, "is one JSON array, not one JSON object per line", hint)
 
 
 def _sum(amounts: Iterable[Amount]) -> Amount:

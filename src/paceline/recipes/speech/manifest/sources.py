@@ -19,8 +19,8 @@ from typing import Any
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.file_copy import bring
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.core.paths import near
+from paceline.core.units import counted
 from paceline.recipes.speech.manifest.line import LineInvalid, audio_of, offset_of
 from paceline.recipes.speech.shards.pattern import expand
 from paceline.recipes.speech.shards.tar_index import SUFFIX, ShardUnreadable, TarIndex, tar_index
@@ -90,23 +90,19 @@ class Shards:
         """Return a line with the path of its member instead of the bare name; raises `LineInvalid`."""
         name, shard_id, offset = audio_of(entry), entry.get("shard_id"), offset_of(entry)
         if shard_id is not None and type(shard_id) is not int:
-            raise LineInvalid(phrase('"shard_id" must be a whole number'))
+            raise LineInvalid('"shard_id" must be a whole number')
         if shard_id is None:
             place, member = self._search(name)
         else:
             found = self._member(self._index(shard_id, number), name)
             place, member = shard_id, found or ""
             if found is None:
-                raise LineInvalid(
-                    phrase(
-                        '{shard} has no member "{name}"', shard=near(self.files[place]), name=PurePosixPath(name).name
-                    )
-                )
+                raise LineInvalid(f'{near(self.files[place])} has no member "{PurePosixPath(name).name}"')
         self._used.add(place)
         path = self.files[place] / member
         line = self._first_line.setdefault((str(path), -1.0 if math.isnan(offset) else offset), number)
         if line != number:
-            raise LineInvalid(phrase("names {member} again, as line {line} does", member=near(path), line=line))
+            raise LineInvalid(f"names {near(path)} again, as line {line} does")
         inside = path.relative_to(folder) if path.is_relative_to(folder) else path
         return {**entry, "audio_filepath": str(inside)}
 
@@ -115,33 +111,29 @@ class Shards:
         idle = [number for number in self.files if number not in self._used]
         if not self.is_named or not idle or not self._used:
             return
-        why = phrase(
-            "names {number:#shard}, and {manifests} is about {used} of them: {example} has no line",
-            number=len(self.files),
-            manifests=", ".join(near(path) for path in manifests[:3]),
-            used=len(self._used),
-            example=self.files[idle[0]].name,
+        why = (
+            f"names {counted(len(self.files), 'shard')}, and "
+            f"{', '.join(near(path) for path in manifests[:3])} is about {len(self._used)} of them: "
+            f"{self.files[idle[0]].name} has no line"
         )
         first, last = min(self._used), max(self._used)
-        advice = phrase("lines have shard_id {first} to {last}: name those shards", first=first, last=last)
+        advice = f"lines have shard_id {first} to {last}: name those shards"
         raise ShardsMisfit(self.pattern, why, advice)
 
     def _index(self, shard_id: int, number: int) -> TarIndex:
         if shard_id not in self.files:
             if self.is_named:
-                names = phrase("shards {first} to {last}", first=min(self.files), last=max(self.files))
-                advice = phrase("name as many shards as there are")
-                why = phrase("names {names}, and line {line} is of shard {id}", names=names, line=number, id=shard_id)
+                names = f"shards {min(self.files)} to {max(self.files)}"
+                advice = "name as many shards as there are"
+                why = f"names {names}, and line {number} is of shard {shard_id}"
                 raise ShardsMisfit(self.pattern, why, advice)
             self.files[shard_id] = self.pattern.parent / NEMO_SHARDS.format(shard_id)
         path = self.files[shard_id]
         if not self.is_named and not path.exists():
             bring(path)
             if not path.exists():
-                advice = phrase("name the shards: `{manifest}@FOLDER/audio_{{0..7}}.tar`", manifest="MANIFEST")
-                raise ShardUnreadable(
-                    path, phrase("there is no such shard, and line {line} is of it", line=number), advice
-                )
+                advice = "name the shards: `MANIFEST@FOLDER/audio_{0..7}.tar`"
+                raise ShardUnreadable(path, f"there is no such shard, and line {number} is of it", advice)
         return tar_index(path)
 
     def _member(self, index: TarIndex, name: str) -> str | None:
@@ -157,8 +149,8 @@ class Shards:
             return hits[0]
         if hits:
             shards = ", ".join(self.files[place].name for place, _ in hits[:3])
-            raise LineInvalid(phrase('"{name}" is in several shards: {shards}', name=name, shards=shards))
-        what = phrase('no shard of {pattern} has a member "{name}"', pattern=near(self.pattern), name=name)
+            raise LineInvalid(f'"{name}" is in several shards: {shards}')
+        what = f'no shard of {near(self.pattern)} has a member "{name}"'
         raise LineInvalid(what)
 
 

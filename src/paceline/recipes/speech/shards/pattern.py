@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 
 _RANGE = re.compile(r"(?:\{|_OP_)(\d+)\.\.(\d+)(?:\}|_CL_)")
 _OTHER = re.compile(r"\{[^{}]*\}|_OP_.*?_CL_")
@@ -29,15 +28,15 @@ def expand(path: Path) -> dict[int, Path]:
     match = _RANGE.search(text)
     if match is None:
         if _OTHER.search(path.name) and not path.exists():
-            raise PatternInvalid(path.name, phrase("what is in the braces is no range of numbers"))
+            raise PatternInvalid(path.name, "what is in the braces is no range of numbers")
         return {0: path}
     first, last = match[1], match[2]
     if _RANGE.search(text, match.end()):
-        raise PatternInvalid(path.name, phrase("there are two ranges in it"))
+        raise PatternInvalid(path.name, "there are two ranges in it")
     if int(first) > int(last):
-        raise PatternInvalid(path.name, phrase("the range ends before it begins"))
+        raise PatternInvalid(path.name, "the range ends before it begins")
     if int(last) - int(first) >= MOST_FILES:
-        raise PatternInvalid(path.name, phrase("the range has more than {number:,} numbers", number=MOST_FILES))
+        raise PatternInvalid(path.name, f"the range has more than {MOST_FILES:,} numbers")
     width = len(first) if first.startswith("0") and len(first) > 1 else 1
     begin, end = text[: match.start()], text[match.end() :]
     return {number: Path(f"{begin}{number:0{width}d}{end}") for number in range(int(first), int(last) + 1)}

@@ -14,7 +14,6 @@ from typing import Any
 from paceline.core.cloud.file_copy import alone
 from paceline.core.disk import CannotWrite, replacing
 from paceline.core.json_text import json_text, parse_json
-from paceline.core.language import phrase
 from paceline.core.paths import near
 from paceline.recipes.speech.audio.check import measure
 from paceline.recipes.speech.audio.file import SUFFIXES, AudioUnreadable
@@ -60,8 +59,8 @@ def shard_lines(path: Path) -> Path:
                         file.write(json_text(_line(path, sample)).encode() + b"\n")
                         number += 1
                     if not number:
-                        advice = phrase("a sample is audio and its text, such as 0001.flac and 0001.txt")
-                        raise ShardUnreadable(path, phrase("holds no samples"), advice)
+                        advice = "a sample is audio and its text, such as 0001.flac and 0001.txt"
+                        raise ShardUnreadable(path, "holds no samples", advice)
             except OSError as error:
                 raise CannotWrite(lines, error) from error
     return lines
@@ -92,9 +91,9 @@ def _line(path: Path, sample: Sample) -> dict[str, Any]:
     """Return the line of a sample, or one that says why there is none."""
     name = f"{path.name}/{sample.audio[0] if sample.audio else sample.key}"
     if len(sample.audio) != 1:
-        what = phrase("{key} has no audio", key=sample.key)
+        what = f"{sample.key} has no audio"
         if sample.audio:
-            what = phrase("{key} has several audio files: {names}", key=sample.key, names=", ".join(sample.audio))
+            what = f"{sample.key} has several audio files: {', '.join(sample.audio)}"
         return {"audio_filepath": name, "unusable": str(what)}
     try:
         about = _about(path, sample)
@@ -108,14 +107,14 @@ def _line(path: Path, sample: Sample) -> dict[str, Any]:
             raise _not_now(path, unreadable.why) from unreadable.__cause__
         return {"audio_filepath": name, "unusable": f"{near(unreadable.path)}: {unreadable.why}"}
     except OSError as error:
-        raise _not_now(path, phrase("cannot be read: {why}", why=error.strerror)) from error
+        raise _not_now(path, f"cannot be read: {error.strerror}") from error
     except ValueError as error:
         return {"audio_filepath": name, "unusable": f"{sample.key}: {error}"}
 
 
 def _not_now(path: Path, why: str) -> ShardUnreadable:
     """Return the error of a disk or a network: what it stops may be readable the next time, and is not kept."""
-    return ShardUnreadable(path, why, phrase("try again; if it happens again, copy it again from where it was made"))
+    return ShardUnreadable(path, why, "try again; if it happens again, copy it again from where it was made")
 
 
 def _about(path: Path, sample: Sample) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _about(path: Path, sample: Sample) -> dict[str, Any]:
     if "json" in sample.others:
         found = parse_json(_read(path, sample.others["json"]))
         if not isinstance(found, dict):
-            raise ValueError(phrase("its .json holds no object"))
+            raise ValueError("its .json holds no object")
         about |= {key: value for key, value in found.items() if key not in _NOT_TAKEN}
     for kind in TEXTS:
         if kind in sample.others:
@@ -134,6 +133,6 @@ def _about(path: Path, sample: Sample) -> dict[str, Any]:
 
 def _read(path: Path, member: Member) -> str:
     if member.size > MOST_TEXT_BYTES:
-        raise ValueError(phrase("a text of {size:,} bytes is too long to be one", size=member.size))
+        raise ValueError(f"a text of {member.size:,} bytes is too long to be one")
     with open_member(path, member) as file:
         return file.read().decode("utf-8-sig")

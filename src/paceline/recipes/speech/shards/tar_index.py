@@ -24,8 +24,8 @@ from paceline.core.cloud.address import copies_root
 from paceline.core.cloud.file_copy import alone, bring_missing
 from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.core.paths import near
+from paceline.core.units import counted
 from paceline.data.strings import Strings
 
 SUFFIX = ".tar"
@@ -98,10 +98,10 @@ def tar_index(path: Path) -> TarIndex:
         status = os.stat(path)
     except FileNotFoundError:
         if not bring_missing(path):
-            raise ShardUnreadable(path, phrase("there is no such shard")) from None
+            raise ShardUnreadable(path, "there is no such shard") from None
         status = os.stat(path)
     except OSError as error:
-        raise ShardUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from None
+        raise ShardUnreadable(path, f"cannot be read: {error.strerror}") from None
     return _index(os.path.abspath(path), status.st_size, status.st_mtime_ns)
 
 
@@ -194,8 +194,8 @@ def _walk(path: Path, size: int) -> TarIndex:
     try:
         with path.open("rb") as file:
             if file.read(2) == b"\x1f\x8b":
-                advice = phrase("unpack it: `gunzip {path}`: members are read in any order", path=near(path))
-                raise ShardUnreadable(path, phrase("is compressed"), advice)
+                advice = f"unpack it: `gunzip {near(path)}`: members are read in any order"
+                raise ShardUnreadable(path, "is compressed", advice)
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 while (info := archive.next()) is not None:
@@ -208,19 +208,14 @@ def _walk(path: Path, size: int) -> TarIndex:
             is_whole = file.read(_BLOCK) == bytes(_BLOCK) and end <= size
     except tarfile.ReadError as error:
         if not size or ("truncated" not in str(error) and "unexpected end" not in str(error)):
-            raise ShardUnreadable(path, phrase("is no tar file: {why}", why=str(error) if size else "empty")) from None
+            raise ShardUnreadable(path, "is no tar file: {why}".format(why=str(error) if size else "empty")) from None
         is_whole = False
     except OSError as error:
-        raise ShardUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from None
+        raise ShardUnreadable(path, f"cannot be read: {error.strerror}") from None
     if not is_whole:
-        last = names[-1].decode("utf-8", "backslashreplace") if names else phrase("nothing")
-        why = phrase(
-            "is truncated: it ends after {size:,} bytes, within or behind {last} ({number:#member})",
-            size=size,
-            last=last,
-            number=len(names),
-        )
-        raise ShardUnreadable(path, why, phrase("copy it again from where it was made"))
+        last = names[-1].decode("utf-8", "backslashreplace") if names else "nothing"
+        why = f"is truncated: it ends after {size:,} bytes, within or behind {last} ({counted(len(names), 'member')})"
+        raise ShardUnreadable(path, why, "copy it again from where it was made")
     offsets, sizes = (np.array([place[part] for place in places], np.int64) for part in (0, 1))
     return TarIndex(Strings.pack(names), offsets, sizes)
 
@@ -229,8 +224,8 @@ def _inside(path: Path, name: str) -> str:
     """Return the name of a member as a path below its tar file: without a leading /, which tar drops, too."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts or not parts:
-        advice = phrase("write it anew, with names that do not lead out of it")
-        raise ShardUnreadable(path, phrase("has a member {name!r}, which is no file in it", name=name), advice)
+        advice = "write it anew, with names that do not lead out of it"
+        raise ShardUnreadable(path, f"has a member {name!r}, which is no file in it", advice)
     return "/".join(parts)
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from paceline.config.problems import first_lines
 from paceline.core.errors import NotFound, Unreadable
-from paceline.core.language import phrase
 from paceline.core.units import counted
 from paceline.data.packed.errors import is_packed
 from paceline.recipes.speech.audio.file import SUFFIXES, audio_below
@@ -103,5 +102,5 @@ def _seconds(entry: dict[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise LineInvalid(phrase('"{key}" is no number of seconds', key=key))
+        raise LineInvalid(f'"{key}" is no number of seconds')
     return float(value)

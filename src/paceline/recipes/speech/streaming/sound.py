@@ -12,7 +12,6 @@ import soxr
 from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
 from paceline.recipes.speech.audio.file import AudioUnreadable, opened
 from paceline.recipes.speech.audio.read import EXACT
 
@@ -63,7 +62,7 @@ def file_blocks(path: Path, sample_rate: int) -> Iterator[NDArray[np.int16]]:
             block: NDArray[Any] = file.read(number, dtype=dtype)
             if dtype == "float32":
                 if not np.isfinite(block).all():
-                    raise AudioUnreadable(path, phrase("is damaged: it holds values that are no numbers"))
+                    raise AudioUnreadable(path, "is damaged: it holds values that are no numbers")
                 block = block * np.float32(32768)
             if block.ndim == 2:
                 block = block.astype(np.float32).mean(axis=1, dtype=np.float32)
@@ -78,16 +77,16 @@ def pipe_blocks(pipe: IO[bytes], sample_rate: int, rate: int | None) -> Iterator
     WAV, which says its rate itself. WAVs that follow each other are read as one recording."""
     begin = _read_exactly(pipe, _HEADER)
     if not begin:
-        raise NotPcm(phrase("ended before the first sample"))
+        raise NotPcm("ended before the first sample")
     if _is_compressed(begin):
-        raise NotPcm(phrase("is a compressed file, not samples"))
+        raise NotPcm("is a compressed file, not samples")
     if not _is_wav(begin):
         yield from _samples(_pieces(pipe, begin), 1, _Resampler(rate or sample_rate, sample_rate))
         return
     while _is_wav(begin):
         form = _wav_header(pipe)
         if rate is not None and form.rate != rate:
-            why = phrase("is a WAV of {own} Hz, and `--rate` says {rate}: leave it out", own=form.rate, rate=rate)
+            why = f"is a WAV of {form.rate} Hz, and `--rate` says {rate}: leave it out"
             raise NotPcm(why)
         pieces = _pieces(pipe, b"", form.num_bytes)
         yield from _samples(pieces, form.channels, _Resampler(form.rate, sample_rate))
@@ -154,30 +153,23 @@ def _wav_header(pipe: IO[bytes]) -> _Form:
     while True:
         chunk = _read_exactly(pipe, 8)
         if len(chunk) < 8:
-            raise NotPcm(phrase("ends within the header of a WAV"))
+            raise NotPcm("ends within the header of a WAV")
         name, length = struct.unpack("<4sI", chunk)
         if name == b"data":
             break
         num_bytes += length
         if num_bytes > _MOST_HEADER_BYTES:
-            raise NotPcm(phrase("has a WAV header without an end"))
+            raise NotPcm("has a WAV header without an end")
         body = _read_exactly(pipe, length + length % 2)
         if name == b"fmt " and len(body) >= 16:
             kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", body[:16])
             if kind == _EXTENSIBLE and len(body) >= 26:  # the first two bytes of an identifier say what it is
                 kind = struct.unpack("<H", body[24:26])[0]
             if kind not in (_PCM, _EXTENSIBLE) or bits != 16 or not channels or not _LEAST_RATE <= rate <= _MOST_RATE:
-                raise NotPcm(
-                    phrase(
-                        "is a WAV of {bits} bits, format {kind}, {rate} Hz; only 16-bit PCM is read",
-                        bits=bits,
-                        kind=kind,
-                        rate=rate,
-                    )
-                )
+                raise NotPcm(f"is a WAV of {bits} bits, format {kind}, {rate} Hz; only 16-bit PCM is read")
             found = rate, channels
     if found is None:
-        raise NotPcm(phrase("is a WAV that does not say its format"))
+        raise NotPcm("is a WAV that does not say its format")
     return _Form(*found, num_bytes=None if length == 0 or length >= _UNKNOWN_FROM else length)
 
 
