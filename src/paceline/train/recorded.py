@@ -47,14 +47,14 @@ def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:
                 return load_task(recipe)
             package, version = plugin.get("package", ""), plugin.get("version", "")
             raise NotInstalled(
-                f"{run} was made with the recipe {recipe!r} of {package} {version}, which is not there",
+                f"{run} was made with the recipe {recipe!r} of {package} {version}, which is not installed",
                 hint=f"`pip install {package}=={version}`" if plugins.are_enabled() else "leave out `--no-plugins`",
             ) from error
         if ":" not in spec:
             raise NotFound(
-                f"{run} was made by paceline.fit with the task {spec}, and does not know where that is: it was defined "
-                "in a notebook or a function, takes arguments, or the run is of an earlier version",
-                hint=f"say it: `--task path/to/file.py:{spec}`, or in Python paceline.load(run, task={spec}(...))",
+                f"{run} was made by paceline.fit with the task {spec}, whose file is unknown: it was defined in a "
+                "notebook or a function, takes arguments, or the run is of an earlier version",
+                hint=f"add `--task path/to/file.py:{spec}`, or in Python paceline.load(run, task={spec}(...))",
             ) from None
         raise NotFound(
             f"{run} was made with the task {spec}, which cannot be loaded: {error}",

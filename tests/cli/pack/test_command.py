@@ -213,7 +213,7 @@ def rows():
     assert list(Path("rows.h5.parts").glob("*.npz"))
     Path("rows.py").write_text(code.format(at_700="pass  # mended", others="row % 10 == 5"))
     capsys.readouterr()
-    assert "of other data, code or options" in shown(capsys, "rows.py:rows", "rows.h5", code=2)
+    assert "of different data, code or options" in shown(capsys, "rows.py:rows", "rows.h5", code=2)
     shown(capsys, "rows.py:rows", "rows.h5", "--force")
     expected = [row + (10_000 if row % 10 == 5 else 0) for row in range(1000)]
     assert [sample["x"] for sample in PackedDataset("rows.h5")] == expected

@@ -132,7 +132,7 @@ def test_nothing_sound_is_left(capsys: Shown) -> None:
     damage("train.h5", "text")
     assert "nothing to pack" in said(capsys, "train.h5", "copy.h5", "--bad-data", "skip", code=2)
     error = said(capsys, "--extract", "train.h5", "wavs", "--bad-data", "skip", code=2)
-    assert "train.h5: not one of the rows is what was packed" in error
+    assert "train.h5: every row is damaged" in error
 
 
 def test_what_is_advised_works(capsys: Shown) -> None:
