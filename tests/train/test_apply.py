@@ -343,6 +343,27 @@ def test_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "new").exists()
 
 
+class Asked(Valued):
+    """Writes down what it is attached for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.purposes: list[str] = []
+
+    def model(self) -> nn.Module:
+        self.purposes.append(self.purpose)
+        return super().model()
+
+
+def test_a_task_knows_what_it_is_attached_for(tmp_path: Path) -> None:
+    out, task, link = tmp_path / "run", Asked(), alone()
+    trained = opened(task, out, epochs=1)
+    loop.train(trained)
+    apply.evaluate_run(task, trained.config, link, out, "last")
+    list(apply.predict_run(task, trained.config, link, out, "last"))
+    assert task.purposes == ["train", "eval", "infer"]
+
+
 def test_mode_train_does_not_look_at_validation_sets(tmp_path: Path) -> None:
     class Blind(SmallTask):
         def val_data(self) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, cast, get_args, get_origin
+from typing import IO, TYPE_CHECKING, Any, Generic, Literal, cast, get_args, get_origin
 
 import torch
 from numpy.typing import NDArray
@@ -108,6 +108,10 @@ def _not_logged(name: str, total: Any, weight: Any) -> None:
     """Numbers of training are not wanted where nothing is trained."""
 
 
+Purpose = Literal["train", "eval", "infer"]
+"""What a task is attached for: to be trained, to measure a trained model, or to use one in another way."""
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """The run around a task: everything that it may know of it, as one object."""
@@ -123,6 +127,7 @@ class Surroundings:
     """Training batches should come in few shapes: see `Task.train_collate`."""
     log: Callable[[str, Any, Any], None] = _not_logged
     """Takes a number of training, as (name, sum, weight)."""
+    purpose: Purpose = "train"
 
 
 S_co = TypeVar("S_co", bound=TrainConfig, default=TrainConfig, covariant=True)
@@ -274,6 +279,11 @@ class Task(Generic[S_co]):
     @property
     def settings(self) -> S_co:
         return cast(S_co, self._around("settings").settings)
+
+    @property
+    def purpose(self) -> Purpose:
+        """`train`; or `eval` or `infer`, which use a trained model and leave its run as it is."""
+        return self._around("purpose").purpose
 
     @property
     def link(self) -> Link:
