@@ -30,8 +30,9 @@ from paceline.train.recorded import SettingsOutdated, settings_of, task_of
 from paceline.world.discover.procs import check_procs
 
 if TYPE_CHECKING:
+    from paceline.config.mode import Purpose
     from paceline.train.stepper import Stepper
-    from paceline.train.task import Purpose, Task
+    from paceline.train.task import Task
     from paceline.world.link import Link
 
 with warnings.catch_warnings():
@@ -103,7 +104,7 @@ def evaluate(options: EvalOptions) -> int:
     from paceline.train import apply
     from paceline.train import predictions as outcome
 
-    task, config, link = open_run(options, "eval", {"mode": "eval"}, {"val_manifest": options.manifest})
+    task, config, link = open_run(options, "eval", {}, {"val_manifest": options.manifest})
     with link:
         if options.data is not None and options.manifest:
             raise data_twice(options.data, options.manifest)

@@ -48,7 +48,7 @@ def infer(options: InferOptions) -> int:
     from paceline.train import task as tasks
 
     # A run that was tried out on a few batches is not meant to predict only those.
-    task, config, link = open_run(options, "infer", {"mode": "infer", "limit_batches": None}, {})
+    task, config, link = open_run(options, "infer", {"limit_batches": None}, {})
     with link:
         inputs = [*options.inputs, *options.manifest]
         if inputs and options.data is not None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from paceline.config.mode import Purpose
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import address_of, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
@@ -34,7 +35,7 @@ from paceline.train.checkpoint.format import DIGESTS, REPLACED, listed
 from paceline.train.exchange import is_export
 from paceline.train.position import Position
 from paceline.train.stepper import Stepper
-from paceline.train.task import Purpose, Surroundings, Task, overrides
+from paceline.train.task import Surroundings, Task, overrides
 from paceline.train.validate import FixedSet, Validation, fixed_set
 from paceline.world.link import Link
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, Literal, cast, get_args, get_origin
+from typing import IO, TYPE_CHECKING, Any, Generic, cast, get_args, get_origin
 
 import torch
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Self, TypeVar
 
 from paceline.config.compared import shared_settings
+from paceline.config.mode import Purpose
 from paceline.config.named_sets import name_sets
 from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.core.errors import PacelineError, TaskContract
@@ -106,10 +107,6 @@ def _not_training() -> AbstractContextManager[None]:
 
 def _not_logged(name: str, total: Any, weight: Any) -> None:
     """Numbers of training are not wanted where nothing is trained."""
-
-
-Purpose = Literal["train", "eval", "infer"]
-"""What a task is attached for: to be trained, to measure a trained model, or to use one in another way."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import IO
 
 from torch import Tensor
 
+from paceline.config.mode import Purpose
 from paceline.data.grain import Grain
 from paceline.recipes.speech.data.inputs import open_inputs
 from paceline.recipes.speech.data.packing import check_packed
@@ -32,7 +33,6 @@ from paceline.recipes.speech.streaming.use import (
 from paceline.recipes.speech.streaming.windows import Listener, Norm
 from paceline.recipes.speech.text.pieces import Pieces
 from paceline.train.predictions import DetailedText
-from paceline.train.task import Purpose
 
 
 class Transcriber:

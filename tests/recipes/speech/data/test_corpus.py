@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from paceline.config.mode import Purpose
 from paceline.config.named_sets import NamedTwice, absolute_set, name_sets
 from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.speech.data.corpus import BAD_DATA, BadLines, Corpus, Opening, Part, parts_of
@@ -20,7 +21,6 @@ from paceline.recipes.speech.manifest.bad_line import BadManifest
 from paceline.recipes.speech.manifest.columns import Manifest
 from paceline.recipes.speech.settings import AsrSettings
 from paceline.recipes.speech.text.labels import Labels
-from paceline.train.task import Purpose
 from paceline.world.link import Link
 from tests.ranks import ranks, run_ranks
 from tests.recipes.speech import tiny
@@ -96,7 +96,7 @@ def test_each_purpose_opens_what_it_uses(tmp_path: Path) -> None:
         "eval": [validation],
         "infer": [validation],
     }
-    assert [part.name for part in parts_of(tiny.settings(tmp_path, mode="train"), "train")] == ["train"]
+    assert [part.name for part in parts_of(tiny.settings(tmp_path, validation=False), "train")] == ["train"]
 
 
 # -- what is bad -------------------------------------------------------------------------------------------------------

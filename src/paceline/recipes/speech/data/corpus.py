@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.mode import Purpose
 from paceline.config.named_sets import name_sets
 from paceline.config.problems import first_lines
 from paceline.core.errors import InvalidData, PacelineError
@@ -41,7 +42,6 @@ from paceline.recipes.speech.text.labels import (
     lost_letters,
 )
 from paceline.train.checkpoint.format import listed
-from paceline.train.task import Purpose
 
 TRAINING = "train"
 BAD_DATA = "bad-data.txt"
@@ -84,7 +84,7 @@ def parts_of(settings: AsrSettings, purpose: Purpose) -> list[Part]:
     parts = []
     if purpose == "train":
         parts.append(Part(TRAINING, settings.train_manifest, is_training=True))
-    if purpose != "train" or settings.mode != "train":
+    if purpose != "train" or settings.validation:
         parts += [Part(name, paths) for name, paths in name_sets(settings.val_manifest).items()]
     return parts
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.config.mode import Purpose
 from paceline.core.disk import replacing
 from paceline.core.errors import Conflict, NotFound, PacelineError
 from paceline.core.run_folder import RunFolder
@@ -26,7 +27,6 @@ from paceline.recipes.speech.text.subwords.tokenizer import (
     stored,
 )
 from paceline.train.checkpoint.format import listed
-from paceline.train.task import Purpose
 
 
 class RunLabels:

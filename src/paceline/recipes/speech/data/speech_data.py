@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from paceline.config.mode import Purpose
 from paceline.core.run_folder import RunFolder
 from paceline.recipes.speech.data.corpus import Corpora, Corpus, Opening, parts_of
 from paceline.recipes.speech.data.run_labels import RunLabels
@@ -15,7 +16,6 @@ from paceline.recipes.speech.settings import AsrSettings
 from paceline.recipes.speech.text.labels import Labels
 from paceline.recipes.speech.text.subwords.labels import Subwords
 from paceline.recipes.speech.text.subwords.tokenizer import Tokenizer
-from paceline.train.task import Purpose
 from paceline.world.link import Link
 
 
