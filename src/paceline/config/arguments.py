@@ -201,7 +201,22 @@ class TrainArguments(EngineArguments, DataArguments, total=False):
     """Pull of the weights towards 0."""
     groups: Sequence[GroupSettings | Mapping[str, object]]
     """Parameter groups by name pattern, first match wins."""
-    schedule: Literal["constant", "cosine", "square", "sqrt", "linear", "inverse-sqrt", "polynomial", "exponential", "piecewise", "noam", "newbob"] | str
+    schedule: (
+        Literal[
+            "constant",
+            "cosine",
+            "square",
+            "sqrt",
+            "linear",
+            "inverse-sqrt",
+            "polynomial",
+            "exponential",
+            "piecewise",
+            "noam",
+            "newbob",
+        ]
+        | str
+    )
     """How the learning rate goes on after the warm-up."""
     warmup_steps: int
     """Steps in which the learning rate rises to `lr`."""
