@@ -174,7 +174,7 @@ def whole_steps(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> N
             steps=steps + 2,
             progress="none",
             loggers=(),
-            mode="train",
+            validation=False,
             num_tasks=1,
         )
         task = Continual()
@@ -301,7 +301,7 @@ def ours(root: Path, num_steps: int) -> float:
         epochs=None,
         progress="none",
         loggers=(),
-        mode="train",
+        validation=False,
     )
     task = Continual()
     task.measures_untrained = False

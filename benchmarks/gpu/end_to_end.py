@@ -87,7 +87,7 @@ def settings(options: Any, data: Path, **more: Any) -> AsrSettings:
         "global_batch": options.batch,
         "grains": 1,
         "steps": options.steps,
-        "mode": "train",
+        "validation": False,
         "loggers": (),
         "progress": "lines",
         "device": options.device,

@@ -193,7 +193,7 @@ def phases(options: Any, data: Path, folder: Path) -> Iterator[Row]:
         global_batch=options.batch,
         steps=1,
         max_seconds=None,
-        mode="train",
+        validation=False,
         loggers=(),
         progress="lines",
         device=options.device,

@@ -13,6 +13,7 @@ from paceline.config.aliases import aliases_of
 from paceline.config.command_line import resolve
 from paceline.config.load import load
 from paceline.config.settings import TrainConfig
+from paceline.config.train_command import POSITIONAL, TRAIN_OPTIONS, task_settings
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,7 @@ def test_a_type_that_is_not_the_levels(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("mode", ["eval", "infer"])
 def test_using_a_run_needs_no_length(mode: Literal["eval", "infer"]) -> None:
-    assert TrainConfig(mode=mode).epochs is None
+    options = load(TRAIN_OPTIONS, ["digits", "--mode", mode], prog="paceline train", positional=POSITIONAL)
+    assert task_settings(options, TrainConfig).epochs is None
     with pytest.raises(PacelineError, match="how long to train"):
-        TrainConfig(mode="train")
+        load(TRAIN_OPTIONS, ["digits", "--mode", "train"], prog="paceline train", positional=POSITIONAL)

@@ -140,6 +140,11 @@ def test_a_record_of_an_old_run_may_have_settings_alone() -> None:
     assert RunRecord.from_json({"settings": {}}) == RunRecord({})
 
 
+@pytest.mark.parametrize(("mode", "is_validated"), [("train", False), ("train_eval", True)])
+def test_an_old_run_says_its_validation_by_a_mode(mode: str, is_validated: bool) -> None:
+    assert RunRecord.from_json({"settings": {"mode": mode, "lr": 1}}).settings == {"validation": is_validated, "lr": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

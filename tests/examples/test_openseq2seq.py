@@ -63,7 +63,6 @@ def test_the_command_of_the_seed() -> None:
         "val_every_steps": 20,
         "save_every_epochs": None,
         "val_every_epochs": None,
-        "mode": "train_eval",
         "out": Path("runs/openseq2seq-small"),
     }
     assert settings == TrainConfig(**chosen)
@@ -107,7 +106,7 @@ def test_modes_that_use_a_run() -> None:
 def test_a_benchmark_saves_nothing() -> None:
     settings = scripts.settings(run.command([*SEED, "--benchmark"], 2, False)[0])
     assert (settings.benchmark, settings.bench_steps, settings.bench_start) == (True, 20, 10)
-    assert (settings.out, settings.mode) == (None, "train")
+    assert (settings.out, settings.validation) == (None, False)
 
 
 def test_going_on_needs_a_run(tmp_path: Path) -> None:

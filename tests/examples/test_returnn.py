@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.config.mode import in_mode
 from paceline.config.settings import TrainConfig
 from paceline.data.packed.dataset import PackedDataset
 from paceline.observe.journal import read
@@ -25,7 +26,7 @@ SEED = [str(CONFIG), "++use_horovod", "1"]
 
 def meant(ranks: int = 4, has_gpu: bool = True, **options: Any) -> tuple[TrainConfig, list[str]]:
     values, words = translate({"num_epochs": 3, "learning_rate": 0.1, **options}, ranks, has_gpu)
-    return TrainConfig(**values), words
+    return in_mode(TrainConfig, values, values.pop("mode")), words
 
 
 # -- the config that is shipped ----------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def test_order(ordering: str, order: str, bins: int | None) -> None:
 
 @pytest.mark.parametrize(("task", "mode"), [("train", "train_eval"), ("eval", "eval"), ("forward", "infer")])
 def test_mode(task: str, mode: str) -> None:
-    assert meant(task=task, model="a")[0].mode == mode
+    assert translate({"num_epochs": 3, "learning_rate": 0.1, "task": task, "model": "a"}, 4, True)[0]["mode"] == mode
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ FEATURES: dict[str, Feature] = {
     "own orders": Feature({"dataset_distribution": "random_seed_offset"}, "by ranks"),
     "batch per rank": Feature({"batch_per_device": 8, "global_batch": None, "scale_lr": "linear"}, "by ranks"),
     "validation": Feature({"val_every_steps": 2, "val_every_epochs": None, "eval_batch": 4, "monitor_mode": "max"}),
-    "train only": Feature({"mode": "train"}),
+    "train only": Feature({"validation": False}),
     "saves": Feature({"save_every_steps": 2, "keep_last": 1, "keep_best": 2}),
     "timeline": Feature({"profile": "1:3"}),
     "resume": Feature({}, launches="two"),

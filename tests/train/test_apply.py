@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset
 
+from paceline.config.mode import Mode
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import InvalidSetting, TaskContract
 from paceline.data.grain import Grain
@@ -20,7 +21,7 @@ from paceline.observe.journal import read
 from paceline.train import apply, loop
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.format import listed, step_of
-from paceline.train.fit import run_mode
+from paceline.train.fit import fit
 from paceline.train.run import open_run
 from paceline.train.task import HasStages, ReadsInputs, Stage, Task, read_inputs
 from paceline.world.link import Link
@@ -73,11 +74,12 @@ def logged(out: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"), [(1, {}), (2, {"ema": 0.9}), (1, {"batch_cost": 300.0, "ema": 0.5}), (1, {"mode": "train"})]
+    ("ranks", "settings"),
+    [(1, {}), (2, {"ema": 0.9}), (1, {"batch_cost": 300.0, "ema": 0.5}), (1, {"validation": False})],
 )
 def test_metrics_are_those_of_training_to_the_last_bit(tmp_path: Path, ranks: int, settings: dict[str, Any]) -> None:
     out = tmp_path / "run"
-    run_ranks(ranks, train, out, {**settings, "mode": "train_eval"})
+    run_ranks(ranks, train, out, {**settings, "validation": True})
     expected = logged(out)
     checkpoints = listed(out / "checkpoints")
     assert len(checkpoints) == len(expected) == 3
@@ -308,9 +310,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def run(mode: str, out: Path | None, **settings: Any) -> Any:
-    plain = {"global_batch": 8, "order": "none", "level": 0, "workers": 0, "epochs": 2, "mode": mode}
-    return run_mode(Valued(), TrainConfig(out=out, **{**plain, **settings}), alone())
+def run(mode: Mode, out: Path | None, **settings: Any) -> Any:
+    plain = {"global_batch": 8, "order": "none", "level": 0, "workers": 0, "epochs": 2}
+    return fit(Valued(), mode=mode, out=out, **{**plain, **settings})
 
 
 def test_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,6 +338,8 @@ def test_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line["index"] for line in lines] == list(range(7))
     assert contents(out).keys() - before.keys() == {"predictions.jsonl"}
 
+    with pytest.raises(InvalidSetting, match="`mode` is 'evaluate'"):
+        run("evaluate", out)  # type: ignore[arg-type]
     with pytest.raises(apply.NoRun, match="not said of which run"):
         run("eval", None)
     with pytest.raises(apply.NoRun, match="there is no such folder"):
@@ -343,11 +347,32 @@ def test_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_mode_train_does_not_look_at_validation_sets(tmp_path: Path) -> None:
+class Asked(Valued):
+    """Writes down what it is attached for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.purposes: list[str] = []
+
+    def model(self) -> nn.Module:
+        self.purposes.append(self.purpose)
+        return super().model()
+
+
+def test_a_task_knows_what_it_is_attached_for(tmp_path: Path) -> None:
+    out, task, link = tmp_path / "run", Asked(), alone()
+    trained = opened(task, out, epochs=1)
+    loop.train(trained)
+    apply.evaluate_run(task, trained.config, link, out, "last")
+    list(apply.predict_run(task, trained.config, link, out, "last"))
+    assert task.purposes == ["train", "eval", "infer"]
+
+
+def test_training_without_validation_does_not_look_at_validation_sets(tmp_path: Path) -> None:
     class Blind(SmallTask):
         def val_data(self) -> Mapping[str, Any]:
             raise AssertionError("nobody validates")
 
     out = tmp_path / "run"
-    result = loop.train(opened(Blind(), out, epochs=2, mode="train"))
+    result = loop.train(opened(Blind(), out, epochs=2, validation=False))
     assert (result.mode, result.metrics, logged(out)) == ("train", {}, {})

@@ -185,7 +185,7 @@ def test_what_cannot_be_averaged(run: Path, tmp_path: Path, capsys: pytest.Captu
         steps=2,
         epochs=None,
         val_every_steps=None,
-        mode="train",
+        validation=False,
     )
     with pytest.raises(NotFound, match="5 checkpoints of .* cannot be averaged: there is only step-00000002") as one:
         paceline.average(tmp_path / "short", last=5)

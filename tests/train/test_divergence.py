@@ -138,7 +138,7 @@ class Unlearning(SmallTask):
 
 
 def test_a_run_that_forgets_says_so_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"epochs": 6, "lr": 0.02, "loggers": (), "progress": "lines", "mode": "train"}
+    settings = {"epochs": 6, "lr": 0.02, "loggers": (), "progress": "lines", "validation": False}
     trained = opened(Unlearning(), tmp_path / "run", **settings)
     assert train(trained).status == "finished"
     said = [line for line in capsys.readouterr().out.splitlines() if "unlearned" in line]

@@ -256,7 +256,7 @@ def test_a_run_validates_at_its_end(tmp_path: Path, length: dict[str, Any]) -> N
     assert (again.num_steps, again.best_score) == (result.num_steps, 7.0)
 
 
-@pytest.mark.parametrize("settings", [{"val_at_end": False}, {"mode": "train"}, {"val_at_end": False, "steps": 4}])
+@pytest.mark.parametrize("settings", [{"val_at_end": False}, {"validation": False}, {"val_at_end": False, "steps": 4}])
 def test_no_validation_at_the_end_if_told_so(tmp_path: Path, settings: dict[str, Any]) -> None:
     result = train(opened(ScoredTask([]), tmp_path / "run", epochs=2, **RARELY, **settings))
     assert (result.metrics, result.best_score) == ({}, None)

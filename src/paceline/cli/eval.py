@@ -30,6 +30,7 @@ from paceline.train.recorded import SettingsOutdated, settings_of, task_of
 from paceline.world.discover.procs import check_procs
 
 if TYPE_CHECKING:
+    from paceline.config.mode import Purpose
     from paceline.train.stepper import Stepper
     from paceline.train.task import Task
     from paceline.world.link import Link
@@ -103,12 +104,12 @@ def evaluate(options: EvalOptions) -> int:
     from paceline.train import apply
     from paceline.train import predictions as outcome
 
-    task, config, link = open_run(options, {"mode": "eval"}, {"val_manifest": options.manifest})
+    task, config, link = open_run(options, "eval", {}, {"val_manifest": options.manifest})
     with link:
         if options.data is not None and options.manifest:
             raise data_twice(options.data, options.manifest)
         sets = None if options.data is None else _sets(options.data)
-        restored = restore(task, config, link, options)
+        restored = restore(task, config, link, options, "eval")
         metrics = apply.evaluate_stepper(task, config, restored.stepper, restored.grains, sets)
     path = shown(restored.path)
     if link.is_first and options.json:
@@ -131,15 +132,15 @@ class Restored:
     grains: int
 
 
-def restore(task: Task, config: TrainConfig, link: Link, options: UseOptions) -> Restored:
+def restore(task: Task, config: TrainConfig, link: Link, options: UseOptions, purpose: Purpose) -> Restored:
     """Return the model that was asked for; all ranks must call it."""
     from paceline.train import apply
 
     if recipe_of_model(options.run):
-        stepper = apply.restore_model(task, config, link, options.run)
+        stepper = apply.restore_model(task, config, link, options.run, purpose)
         return Restored(stepper, options.run, None, config.grains or 1)
     checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
-    stepper = apply.restore_for_use(task, config, link, checkpoint, options.average)
+    stepper = apply.restore_for_use(task, config, link, checkpoint, options.average, purpose=purpose)
     return Restored(stepper, checkpoint, stepper.num_steps, apply.grains_of(options.run, config))
 
 
@@ -204,7 +205,7 @@ def _task_name(run: Path) -> str | None:
 
 
 def open_run(
-    options: UseOptions, changes: dict[str, Any], manifests: Mapping[str, Any]
+    options: UseOptions, purpose: Purpose, changes: dict[str, Any], manifests: Mapping[str, Any]
 ) -> tuple[Task, TrainConfig, Link]:
     """Return the task of a run, its settings with those of this command, and the link to the other ranks.
 
@@ -230,7 +231,7 @@ def open_run(
         config = settings_of(task, options.run, values)
     except SettingsOutdated as outdated:
         settings_of(task, options.run, record.settings)  # raises where the run itself is the reason
-        raise _wrong_options(task, typed, outdated.error, f"paceline {changes['mode']}") from outdated
+        raise _wrong_options(task, typed, outdated.error, f"paceline {purpose}") from outdated
     return task, config, from_settings(config)
 
 

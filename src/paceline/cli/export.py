@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
 
     record = apply.read_run(options.run)
     task = task_of(options.run, options.task, record)
-    settings = settings_of(task, options.run, record.settings)
+    settings = settings_of(task, options.run, {**record.settings, "out": options.run})
     checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
     about: dict[str, str | int] = {"run": shown(options.run), "checkpoint": checkpoint.name}
     about |= {"average": options.average} if options.average > 1 else {}

@@ -48,7 +48,7 @@ def infer(options: InferOptions) -> int:
     from paceline.train import task as tasks
 
     # A run that was tried out on a few batches is not meant to predict only those.
-    task, config, link = open_run(options, {"mode": "infer", "limit_batches": None}, {})
+    task, config, link = open_run(options, "infer", {"limit_batches": None}, {})
     with link:
         inputs = [*options.inputs, *options.manifest]
         if inputs and options.data is not None:
@@ -67,7 +67,7 @@ def infer(options: InferOptions) -> int:
                 return _stream(task, config, link, inputs, options)
             # here, for the names that it may have
             data = tasks.read_inputs(task, inputs) if inputs else task.infer_data()
-        restored = restore(task, config, link, options)
+        restored = restore(task, config, link, options, "infer")
         pairs = apply.predict_stepper(task, config, restored.stepper, restored.grains, data)
         traits = DatasetTraits(data)
         text_line = outcome.bare_line if traits.are_lines else outcome.text_line
@@ -85,7 +85,7 @@ def _stream(task: Task, config: TrainConfig, link: Link, inputs: Sequence[str], 
     from paceline.train import task as tasks
 
     assert isinstance(task, tasks.StreamsInputs)
-    stepper = restore(task, config, link, options).stepper
+    stepper = restore(task, config, link, options, "infer").stepper
     with stepper.evaluating():
         if options.out is None:
             task.stream(stepper.model, inputs, sys.stdout, as_json=options.json)

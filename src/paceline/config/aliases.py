@@ -44,6 +44,7 @@ MEANT: dict[str, str] = {
     "accumulate_grad_batches": "grains",
     "early_stopping": "patience",
     "strategy": "shard",
+    "mode": "validation",
 }
 """Names of other toolkits. Not accepted, because the meaning may differ: the error message names ours."""
 

@@ -258,6 +258,8 @@ class TrainArguments(EngineArguments, DataArguments, total=False):
     """Passes over the data (sub-epochs, with `partition_epoch`) of a stage that does not say its own."""
     steps: int | None
     """Steps of a stage; whichever of `epochs` and `steps` ends first."""
+    validation: bool
+    """Validate while training; without it no validation set is opened. A given `mode` wins over it."""
     val_every_steps: int | None
     """Steps between validations, beside those of `val_every_epochs`."""
     val_every_epochs: int | None
@@ -279,8 +281,6 @@ class TrainArguments(EngineArguments, DataArguments, total=False):
     """Failures per node-days that `save_every_steps: auto` goes by, such as `4/1000nd`, or a range of them."""
     save_every_epochs: int | None
     """Epochs between checkpoints; one is always saved at the end."""
-    mode: Literal["train", "eval", "train_eval", "infer"]
-    """`train` without validation, `train_eval` with it, `eval` only validates, `infer` only predicts."""
     split_on_oom: bool
     """Where a grain does not fit the memory: cut the batch into twice as many grains and go on, from the newest
     checkpoint or anew. Results are those of that many `grains`. For one rank."""

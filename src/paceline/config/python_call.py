@@ -11,7 +11,7 @@ from paceline.config import messages as wording
 from paceline.config.aliases import aliases_of
 from paceline.config.parse import Given
 from paceline.config.problems import NOWHERE, Problem, SettingsInvalid, nearest
-from paceline.config.settings import Section
+from paceline.config.settings import FOR_USE, Section
 from paceline.core.errors import WrongType
 
 S = TypeVar("S", bound=Section)
@@ -34,11 +34,17 @@ def kind_of(value: object) -> str:
 
 
 def settings_or_config(
-    model: type[S], config: S | None, values: Mapping[str, Any], call: str, *, more: tuple[str, ...] = ()
+    model: type[S],
+    config: S | None,
+    values: Mapping[str, Any],
+    call: str,
+    *,
+    more: tuple[str, ...] = (),
+    is_for_training: bool = True,
 ) -> S:
     """Return `config`, or the settings that a call names where it has none; refuse both at once."""
     if config is None:
-        return settings_of_call(model, values, call, more=("config", *more))
+        return settings_of_call(model, values, call, more=("config", *more), is_for_training=is_for_training)
     if not isinstance(config, model):
         raise WrongType(
             f"`config` of {call} is {kind_of(config)}, not {model.__name__}",
@@ -54,10 +60,18 @@ def settings_or_config(
     return config
 
 
-def settings_of_call(model: type[S], values: Mapping[str, Any], call: str, *, more: tuple[str, ...] = ()) -> S:
+def settings_of_call(
+    model: type[S],
+    values: Mapping[str, Any],
+    call: str,
+    *,
+    more: tuple[str, ...] = (),
+    is_for_training: bool = True,
+) -> S:
     """Return the settings that a call names, or raise `CallInvalid` with all mistakes at once.
 
-    `call` is the function's name, `more` are its other arguments, for nearest names.
+    `call` is the function's name, `more` are its other arguments, for nearest names. Settings that are not
+    `is_for_training` may lack what only training needs.
     """
     aliases = aliases_of(model)
     named = {aliases.get(name, name): value for name, value in values.items()}
@@ -66,21 +80,24 @@ def settings_of_call(model: type[S], values: Mapping[str, Any], call: str, *, mo
     given = {
         name: Given(value, name, repr(value), (NOWHERE, place)) for place, (name, value) in enumerate(known.items())
     }
+    context = {} if is_for_training else {FOR_USE: True}
     try:
-        settings = model.model_validate(known)
+        settings = model.model_validate(known, context=context)
         if not problems:
             return settings
     except ValidationError as error:
-        problems += _problems(error, model, given, {problem.meant for problem in problems})
+        problems += _problems(error, model, given, {problem.meant for problem in problems}, context)
     raise CallInvalid(problems, call)
 
 
-def _problems(error: ValidationError, model: type[S], given: dict[str, Given], tried: set[str]) -> list[Problem]:
+def _problems(
+    error: ValidationError, model: type[S], given: dict[str, Given], tried: set[str], context: dict[str, Any]
+) -> list[Problem]:
     by_field = wording.problems(error, model, given)
     wrong = {*by_field, *tried}
     problems = list(by_field.values())
     try:
-        model.model_validate({name: entry.raw for name, entry in given.items() if name not in wrong})
+        model.model_validate({name: entry.raw for name, entry in given.items() if name not in wrong}, context=context)
     except ValidationError as rest:
         problems += wording.across(rest, model, given, wrong)
     return [_in_python(problem) for problem in problems]

@@ -12,7 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from paceline.config.change_points import ChangePoint, parse_all
 from paceline.config.named_sets import SetWord
@@ -25,6 +34,9 @@ from paceline.core.together import SettingsExclusion
 
 _MAX_NAME, _MAX_PATH = 255, 4095
 """Bytes, on all usual file systems of Linux."""
+FOR_USE = "for use"
+"""Key of a validation context: the settings are for the use of a trained model, so what only training needs may be
+missing."""
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -111,6 +123,15 @@ class Section(BaseModel):
         """
         yield from (each.describe(self) for each in self.excluded())
 
+    def missing(self) -> Iterator[str]:
+        """Yield what training needs and is not set: lines as those of `contradictions`."""
+        yield from ()
+
+    @property
+    def is_for_training(self) -> bool:
+        """False for options that ask for a trained model to be used."""
+        return True
+
     def excluded(self) -> list[SettingsExclusion]:
         """Return the declared exclusions that these settings run into."""
         return [each for each in exclusions_of(type(self)) if each.applies(self)]
@@ -132,8 +153,10 @@ class Section(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _check_contradictions(self) -> Section:
+    def _check_contradictions(self, info: ValidationInfo) -> Section:
         wrong = list(self.contradictions())
+        if self.is_for_training and FOR_USE not in (info.context or {}):
+            wrong += self.missing()
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
@@ -657,6 +680,8 @@ class LoopSettings(Section):
     """Passes over the data (sub-epochs, with `partition_epoch`) of a stage that does not say its own."""
     steps: Positive | None = None
     """Steps of a stage; whichever of `epochs` and `steps` ends first."""
+    validation: bool = free(True)
+    """Validate while training; without it no validation set is opened. A given `mode` wins over it."""
     val_every_steps: Positive | None = free(None)
     """Steps between validations, beside those of `val_every_epochs`."""
     val_every_epochs: Positive | None = free(1)
@@ -678,8 +703,6 @@ class LoopSettings(Section):
     """Failures per node-days that `save_every_steps: auto` goes by, such as `4/1000nd`, or a range of them."""
     save_every_epochs: Positive | None = free(1)
     """Epochs between checkpoints; one is always saved at the end."""
-    mode: Literal["train", "eval", "train_eval", "infer"] = free("train_eval")
-    """`train` without validation, `train_eval` with it, `eval` only validates, `infer` only predicts."""
     split_on_oom: bool = free(False)
     """Where a grain does not fit the memory: cut the batch into twice as many grains and go on, from the newest
     checkpoint or anew. Results are those of that many `grains`. For one rank."""
@@ -760,5 +783,8 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
             for name in ("swa_every", "swa_lr", "swa_statistics"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     yield f"`{name}` needs `swa_start`: the step from which weights are averaged"
-        if self.epochs is None and self.steps is None and self.mode in ("train", "train_eval"):
+
+    def missing(self) -> Iterator[str]:
+        yield from super().missing()
+        if self.epochs is None and self.steps is None:
             yield "set `epochs` or `steps`: how long to train"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field, create_model
 
 from paceline.config.command_line import read_words
+from paceline.config.mode import ModeCommand, in_mode
 from paceline.config.problems import Problem
 from paceline.config.settings import Section, TrainConfig
 from paceline.core import plugins
@@ -16,7 +17,7 @@ from paceline.core import plugins
 POSITIONAL = ("task",)
 
 
-class TrainCommand(Section):
+class TrainCommand(ModeCommand):
     """Which task, on how many ranks of this machine."""
 
     task: str
@@ -45,9 +46,10 @@ def train_options(settings: type[TrainConfig]) -> type[TrainCommand]:
     return options
 
 
-def task_settings(options: Section, settings: type[TrainConfig]) -> TrainConfig:
+def task_settings(options: ModeCommand, settings: type[TrainConfig]) -> TrainConfig:
     """Return the task's part of the options that were set."""
-    return settings(**{name: getattr(options, name) for name in options.model_fields_set & set(settings.model_fields)})
+    values = {name: getattr(options, name) for name in options.model_fields_set & set(settings.model_fields)}
+    return in_mode(settings, values, options.given_mode)
 
 
 TRAIN_OPTIONS = train_options(TrainConfig)

@@ -114,7 +114,7 @@ class RunRecord:
                 raise BrokenRecord(f"has {name} of another form", f"its {name!r} has another form")
         starts = rest.pop("starts", None)
         return cls(
-            settings=rest.pop("settings"),
+            settings=_present_names(rest.pop("settings")),
             task=_text(rest.pop("task", None)),
             status=_text(rest.pop("status", None)),
             grains=rest.pop("grains", None),
@@ -158,6 +158,12 @@ def read_record(folder: Path) -> RunRecord:
 def _start(start: dict[str, Any]) -> dict[str, Any]:
     """Return the record of a start without parts of another form than provenance.py gives them."""
     return {name: value for name, value in start.items() if name not in ("versions", "git") or isinstance(value, dict)}
+
+
+def _present_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded settings with `validation` where earlier versions have `mode`."""
+    kept = {name: value for name, value in settings.items() if name != "mode"}
+    return {"validation": settings["mode"] != "train", **kept} if "mode" in settings else kept
 
 
 def _text(value: object) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from paceline.config.mode import Purpose
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import address_of, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
@@ -199,6 +200,7 @@ def restore_for_use(
     checkpoint: Path,
     average: int = 1,
     weights: Mapping[str, torch.Tensor] | None = None,
+    purpose: Purpose = "infer",
 ) -> Stepper:
     """Return a stepper whose model has a checkpoint's weights (their average, if the run kept one), or the mean of so
     many checkpoints; not for training. Other `weights` of the same model take their place.
@@ -206,7 +208,7 @@ def restore_for_use(
     The weights are in the precision of the settings; call the model inside `stepper.evaluating()`, which autocasts.
     """
     tasks.check_ranks(task, config, link)
-    attach(task, config, link)
+    attach(task, config, link, purpose)
     loaded = _load(checkpoint, verify=link.is_first)
     position = Position.load(loaded.state["position"])
     stepper = _stepper_for_use(task, config, link, loaded.state.get("choice"), position.num_begun_stages)
@@ -218,13 +220,13 @@ def restore_for_use(
     return stepper
 
 
-def restore_model(task: Task, config: TrainConfig, link: Link, path: Path) -> Stepper:
+def restore_model(task: Task, config: TrainConfig, link: Link, path: Path, purpose: Purpose) -> Stepper:
     """Return a stepper whose model has the weights of a file of the task's own kind, which no run is around: see
     `ReadsModels`."""
     if not isinstance(task, tasks.ReadsModels):
         raise TaskContract(f"task {type(task).__name__} cannot read {path}", hint="inherit from `paceline.ReadsModels`")
     tasks.check_ranks(task, config, link)
-    attach(task, config, link)
+    attach(task, config, link, purpose)
     stepper = _stepper_for_use(task, config, link, choice=None, num_stages=0)
     weights = task.read_weights(path)
     assert weights is not None
@@ -249,14 +251,14 @@ def _stepper_for_use(task: Task, config: TrainConfig, link: Link, choice: Any, n
     return stepper
 
 
-def attach(task: Task, config: TrainConfig, link: Link) -> None:
+def attach(task: Task, config: TrainConfig, link: Link, purpose: Purpose = "infer") -> None:
     """Attach a task to a run that is used. Lines of the task go to stderr, beside the results."""
 
     def say(text: str) -> None:
         if link.is_first:
             warn(f"{text}\n")
 
-    task.attach(Surroundings(config, link, say))
+    task.attach(Surroundings(config, link, say, purpose=purpose))
 
 
 def example_inputs(task: Task, config: TrainConfig, link: Link) -> tuple[Any, ...]:
@@ -320,7 +322,8 @@ def evaluate_run(
     The same numbers on every rank and at any world size, and the same as training gave for this checkpoint.
     """
     grains = grains_of(folder, config)
-    stepper = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
+    checkpoint = choose_checkpoint(link, folder, which)
+    stepper = restore_for_use(task, config, link, checkpoint, average, purpose="eval")
     return evaluate_stepper(task, config, stepper, grains, sets)
 
 

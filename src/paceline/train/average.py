@@ -159,7 +159,7 @@ def with_statistics(
 ) -> dict[str, Tensor]:
     """Return weights with batch-norm statistics measured on training data: see `norm_statistics`. All ranks must call
     it. `like` is a checkpoint of the same model."""
-    engine = apply.restore_for_use(task, config, link, like, weights=weights)
+    engine = apply.restore_for_use(task, config, link, like, weights=weights, purpose="train")
     if not norm_layers(engine.model):
         raise NothingToMeasureOn("the model has none")
     first = tasks.stages_of(task)[-1].data

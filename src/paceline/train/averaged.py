@@ -124,13 +124,13 @@ def average_checkpoints(options: AverageOptions, task: Task | None = None) -> Av
         warn(f"{translate(only)}; {translate('choose several: `--last 5` or `--best 5`')}\n")
     weights = means.mean_of(parts)
     if options.statistics:
-        with _attached(options, task, record, "train") as (own, config, link):
+        with _attached(options, task, record, is_validated=False) as (own, config, link):
             weights = means.with_statistics(own, config, link, options.run, weights, parts[0].path, options.statistics)
     path = means.write_mean(options.run, name, weights, parts)
     score: float | None = None
     metrics: Mapping[str, float] = {}
     if options.validate and any(part.score is not None for part in parts):
-        with _attached(options, task, record, "eval") as (own, config, link):
+        with _attached(options, task, record, is_validated=True) as (own, config, link):
             metrics, score = means.validated(own, config, link, options.run, path)
         if score is not None:
             means.write_mean(options.run, name, weights, parts, score)
@@ -140,14 +140,14 @@ def average_checkpoints(options: AverageOptions, task: Task | None = None) -> Av
 
 @contextmanager
 def _attached(
-    options: AverageOptions, task: Task | None, record: RunRecord, mode: Literal["train", "eval"]
+    options: AverageOptions, task: Task | None, record: RunRecord, *, is_validated: bool
 ) -> Iterator[tuple[Task, TrainConfig, Link]]:
-    """The task of a run, its settings in another mode, and one rank to use them on."""
+    """The task of a run, its settings, and one rank to use them on."""
     from paceline.train.recorded import settings_of, task_of
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
     own = task or task_of(options.run, options.task, record)
-    config = settings_of(own, options.run, {**record.settings, "mode": mode, "device": options.device})
+    config = settings_of(own, options.run, {**record.settings, "validation": is_validated, "device": options.device})
     with start(discover({}), device=options.device) as link:
         yield own, config, link

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config.load import as_yaml, load
+from paceline.config.mode import Mode, purpose_of
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
@@ -57,7 +58,8 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     settings = task_settings(options, task_class.Settings)
     if options.print_config:
         if world.rank == 0:
-            emit(f"# {PROG} {name} --config THIS_FILE\n{as_yaml(settings)}")
+            action = "" if options.is_for_training else f" --mode {options.mode}"
+            emit(f"# {PROG} {name}{action} --config THIS_FILE\n{as_yaml(settings)}")
         return 0
     wrong = failure_problems(options)
     if wrong:
@@ -66,10 +68,12 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     if world.launcher == "plain" and (procs != 1 or options.max_restarts):
         return _launch(options, settings, [name, *rest])
     check_procs(world, procs, PROG)
-    return _train(world, task_class, name, _with_timeline(world, _with_folder(world, settings, name), os.environ))
+    mode = options.given_mode
+    settings = _with_timeline(world, _with_folder(world, settings, name, mode), os.environ)
+    return _train(world, task_class, name, settings, mode)
 
 
-def _train(world: World, task_class: type[Task], name: str, settings: TrainConfig) -> int:
+def _train(world: World, task_class: type[Task], name: str, settings: TrainConfig, mode: Mode | None) -> int:
     """Train as one rank; return the exit code."""
     from paceline.train.find_task import make_task
     from paceline.train.fit import fit, fit_surviving
@@ -77,9 +81,9 @@ def _train(world: World, task_class: type[Task], name: str, settings: TrainConfi
     from paceline.world.rounds import Rounds
 
     waits = {"start_timeout_s": settings.start_timeout_s, "timeout_s": settings.timeout_s}
-    rounds = Rounds.around(os.environ, world, **waits) if _trains(settings) else None
+    rounds = Rounds.around(os.environ, world, **waits) if _trains(settings, mode) else None
     if rounds is None:
-        result = fit(make_task(task_class, name), settings)
+        result = fit(make_task(task_class, name), settings, mode=mode)
     else:
         from paceline.core.user_file import code_of
 
@@ -94,8 +98,8 @@ def _train(world: World, task_class: type[Task], name: str, settings: TrainConfi
     return EXIT_DIVERGED if result.status == "diverged" else int(not result.is_delivered)
 
 
-def _trains(settings: TrainConfig) -> bool:
-    return settings.mode not in ("eval", "infer") and not settings.benchmark
+def _trains(settings: TrainConfig, mode: Mode | None) -> bool:
+    return purpose_of(mode) == "train" and not settings.benchmark
 
 
 def _with_timeline(world: World, settings: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
@@ -142,9 +146,9 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
     if settings.resume == "no" and not settings.benchmark:
         check_batch(settings, procs)
     refuse_memory(settings.out or settings.runs_dir)
-    _folder(settings, words[0])  # a name that cannot be is said here, once and at once
+    _folder(settings, words[0], options.given_mode)  # a name that cannot be is said here, once and at once
     command = [sys.executable, "-m", "paceline", "train", *words]
-    if options.on_failure == "continue" and procs > 1 and _trains(settings):
+    if options.on_failure == "continue" and procs > 1 and _trains(settings, options.given_mode):
         from paceline.world.launch.decisions import Survival
         from paceline.world.launch.survivors import launch_surviving
 
@@ -153,36 +157,36 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
     return launch(procs, command, device=settings.device, max_restarts=options.max_restarts)
 
 
-def _with_folder(world: World, settings: TrainConfig, name: str) -> TrainConfig:
+def _with_folder(world: World, settings: TrainConfig, name: str, mode: Mode | None) -> TrainConfig:
     """Return the settings with the run's folder, the same on all ranks and after every restart."""
     changes: dict[str, object] = {}
     if world.size > 1:
-        agreed = _agree(world, settings, name)
+        agreed = _agree(world, settings, name, mode)
         changes |= {"out": agreed} if settings.out is None else {}
     elif settings.out is None:
-        changes["out"] = _folder(settings, name)
+        changes["out"] = _folder(settings, name, mode)
     if world.attempt > 0 and settings.resume == "no":
         changes["resume"] = "auto"  # ranks that are started again go on with what the dead ones have saved
     return settings.model_copy(update=changes)
 
 
-def _agree(world: World, settings: TrainConfig, name: str) -> Path | None:
+def _agree(world: World, settings: TrainConfig, name: str, mode: Mode | None) -> Path | None:
     from paceline.world.store import meet
 
     # The place of the first attempt, so that restarted ranks find what it decided.
     store = meet(replace(world, attempt=0), settings.start_timeout_s)
     if world.rank == 0 and not store.check(["run folder"]):
         # The address, where it is one: copies may lie elsewhere on other machines.
-        store.set("run folder", shown(settings.out or _folder(settings, name) or ""))
+        store.set("run folder", shown(settings.out or _folder(settings, name, mode) or ""))
     agreed = store.get("run folder").decode()
     return local_path(agreed) if agreed else None
 
 
-def _folder(settings: TrainConfig, name: str) -> Path | None:
+def _folder(settings: TrainConfig, name: str, mode: Mode | None) -> Path | None:
     """Return the run's folder; None if nothing is saved and no run is meant."""
     if settings.benchmark and settings.out is None:
         return None
-    if settings.mode in ("eval", "infer"):
+    if purpose_of(mode) != "train":
         if settings.exp_name is None and settings.resume != "auto":
             return settings.out
         settings = settings.model_copy(update={"resume": "auto"})  # an existing run is used, none is made

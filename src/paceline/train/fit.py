@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
 
 import torch
 from typing_extensions import ParamSpec
 
+from paceline.config.mode import Mode, Purpose, purpose_of, validating
 from paceline.config.python_call import kind_of, settings_or_config
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.file_copy import exists, send
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.errors import Conflict, PacelineError
+from paceline.core.errors import Conflict, InvalidSetting, PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.core.terminal import tell
 from paceline.core.user_file import refuse_on_import, spec_of
@@ -60,28 +61,39 @@ class HasSettings(Protocol[P]):
 
 @overload
 def fit(
-    task: Task, config: TrainConfig, *, watchers: Sequence[Callback] = ..., procs: int | Literal["auto"] = ...
+    task: Task,
+    config: TrainConfig,
+    *,
+    mode: Mode | None = ...,
+    watchers: Sequence[Callback] = ...,
+    procs: int | Literal["auto"] = ...,
 ) -> Result: ...
 @overload
 def fit(
     task: Task,
     *,
+    mode: Mode | None = ...,
     watchers: Sequence[Callback] = ...,
     procs: int | Literal["auto"] = ...,
     **settings: Unpack[TrainArguments],
 ) -> Result: ...
 @overload
 def fit(task: HasSettings[P], *args: P.args, **settings: P.kwargs) -> Result: ...
+@overload
+def fit(task: Task, *, mode: Mode, **settings: Any) -> Result: ...
 def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have names
     task: Task,
     config: TrainConfig | None = None,
     *,
+    mode: Mode | None = None,
     watchers: Sequence[Callback] = (),
     procs: int | Literal["auto"] = 1,
     **settings: Any,
 ) -> Result:
-    """Train `task` with `config`, or with the settings given by name; or validate, predict or measure, as `mode` and
-    `benchmark` say.
+    """Train `task` with `config`, or with the settings given by name; or measure its speed, if `benchmark` is set.
+
+    `mode` is `train` (without validation), `train_eval` (with it), `eval` (only validate a run) or `infer` (only
+    predict); if not set, it is training with what the setting `validation` says.
 
     `watchers` follow the run on the first rank, beside those that the settings and the task name.
     Under a launcher (torchrun, mpirun, srun, `paceline train --procs`) every rank calls it alike.
@@ -96,11 +108,16 @@ def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have
         raise NotATask(task)
     watchers = checked(watchers)
     task.spec = task.spec or spec_of(type(task))
-    config = settings_or_config(task.Settings, config, settings, "paceline.fit", more=("task", "watchers", "procs"))
+    mode = _checked_mode(mode)
+    more, is_for_training = ("task", "mode", "watchers", "procs"), purpose_of(mode) == "train"
+    config = settings_or_config(
+        task.Settings, config, settings, "paceline.fit", more=more, is_for_training=is_for_training
+    )
+    config = validating(config, mode)
     if procs != 1:
         from paceline.train.fit_procs import fit_on_procs
 
-        started = fit_on_procs(task, config, watchers, procs)
+        started = fit_on_procs(task, config, mode, watchers, procs)
         if started is not None:
             return started
     with _only_thread(), _as_settings_say(), from_settings(config) as link:
@@ -108,7 +125,13 @@ def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have
             # One rank looks which names are taken.
             chosen = run_folder(config, task="", moment="", exists=exists) if link.is_first else None
             config = config.model_copy(update={"out": link.broadcast_object(chosen)})
-        return run_mode(task, config, link, watchers)
+        return run_mode(task, config, link, watchers, purpose_of(mode))
+
+
+def _checked_mode(mode: Mode | None) -> Mode | None:
+    if mode is not None and mode not in get_args(Mode):
+        raise InvalidSetting(f"`mode` is {mode!r}", hint=f"choose one of {', '.join(get_args(Mode))}")
+    return mode
 
 
 class NotATask(PacelineError, TypeError):
@@ -178,12 +201,14 @@ def fit_surviving(
     return train_in_rounds(config, rounds, open_round, code)
 
 
-def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback] = ()) -> Result:
-    """Train, measure, validate or predict on the ranks of a link, as the settings ask."""
+def run_mode(
+    task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback] = (), purpose: Purpose = "train"
+) -> Result:
+    """Train, measure, validate or predict on the ranks of a link."""
     if config.benchmark:
         return benchmark(task, config, link)
-    if config.mode in ("eval", "infer"):
-        return _apply(task, config, link)
+    if purpose != "train":
+        return _apply(task, config, link, purpose)
     if config.split_on_oom:
         return train_splitting(task, config, link, watchers)
     run = open_run(task, config, link, watchers)
@@ -191,13 +216,13 @@ def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Cal
     return replace(result, model=run.give_model())
 
 
-def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
+def _apply(task: Task, config: TrainConfig, link: Link, purpose: Purpose) -> Result:
     """Restore the newest checkpoint of `out`, or the one that `resume` names, and use it; the run stays as it is."""
-    folder, which = _run_to_use(config)
+    folder, which = _run_to_use(config, purpose)
     apply.bring(link, folder)
     checkpoint = apply.choose_checkpoint(link, folder, which)
     step = reader.load(checkpoint, [], verify=False).step
-    if config.mode == "eval":
+    if purpose == "eval":
         metrics = apply.evaluate_run(task, config, link, folder, checkpoint)
         if link.is_first:
             tell(f"{checkpoint}\n{outcome.table(metrics)}")
@@ -211,14 +236,14 @@ def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
     return Result("predicted", step, math.nan, mode="infer", predictions=file, folder=folder, checkpoint=checkpoint)
 
 
-def _run_to_use(config: TrainConfig) -> tuple[Path, apply.Which]:
+def _run_to_use(config: TrainConfig, purpose: Purpose) -> tuple[Path, apply.Which]:
     which: apply.Which = config.resume if isinstance(config.resume, Path) else "last"
     folder = config.out
     if isinstance(which, Path) and (folder is None or not RunFolder(folder).is_run):
         bring_run(which.parent.parent)
         folder = which.resolve().parent.parent
     if folder is None:
-        error = apply.NoRun(f"`mode` is {config.mode!r}, but not said of which run")
+        error = apply.NoRun(f"`mode` is {purpose!r}, but not said of which run")
         error.hint = "add `--out FOLDER`, the run's folder, or `--resume CHECKPOINT`"
         raise error
     return folder, which

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from paceline.config.mode import Mode
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import refuse_memory
 from paceline.core.errors import Conflict, InvalidSetting, NotInstalled, PacelineError, first_line
@@ -58,7 +59,11 @@ class RanksFailed(PacelineError):
 
 
 def fit_on_procs(
-    task: Task, config: TrainConfig, watchers: Sequence[Callback], procs: int | Literal["auto"]
+    task: Task,
+    config: TrainConfig,
+    mode: Mode | None,
+    watchers: Sequence[Callback],
+    procs: int | Literal["auto"],
 ) -> Result | None:
     """Fit on ranks that are started for it; None where this process is a rank, or is the only one there would be."""
     if procs != "auto" and (not isinstance(procs, int) or isinstance(procs, bool) or procs < 1):
@@ -85,7 +90,8 @@ def fit_on_procs(
     refuse_memory(config.out or config.runs_dir)
     with tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
         folder = Path(name)
-        payload = pickle.dumps((list(sys.path), list(sys.argv), _dumped((task.detached(), config, tuple(watchers)))))
+        parts = task.detached(), config, mode, tuple(watchers)
+        payload = pickle.dumps((list(sys.path), list(sys.argv), _dumped(parts)))
         (folder / PAYLOAD).write_bytes(payload)
         sys.stdout.flush()
         code = launch(number, [sys.executable, "-m", "paceline.train.fit_procs", str(folder)], device=config.device)
@@ -154,10 +160,10 @@ def work(folder: Path) -> int:
     paths, words, blob = pickle.loads((folder / PAYLOAD).read_bytes())
     sys.argv = words  # what the user typed, for the task and for the run's record
     sys.path[:] = [*sys.path, *(path for path in paths if path not in sys.path)]
-    task, config, watchers = pickle.loads(blob)
+    task, config, mode, watchers = pickle.loads(blob)
     rank = discover(os.environ).rank
     try:
-        result = fit(task, config, watchers=watchers)
+        result = fit(task, config, mode=mode, watchers=watchers)
     except Exception as error:
         if not is_broken_link(error):  # the first word is of the rank that broke it
             _leave(

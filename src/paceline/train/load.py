@@ -52,7 +52,7 @@ def load(
         folder, which = folder.resolve().parent.parent, folder.resolve()
     record = apply.read_run(folder)
     task = task or task_of(folder, None, record)
-    settings = settings_of(task, folder, record.settings)
+    settings = settings_of(task, folder, {**record.settings, "out": folder})
     precision = settings.precision if settings.precision == "fp64" else None
     plain = settings.model_copy(update={"level": 0, "precision": precision, "cuda_graphs": False})
     with start(discover({}), device=device) as link:

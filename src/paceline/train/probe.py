@@ -48,6 +48,6 @@ class Probe(Duty):
 def unkept(config: TrainConfig, steps: int) -> TrainConfig:
     """Return settings of the same training for so many steps, with nothing kept, validated or logged elsewhere."""
     nowhere = {"out": None, "exp_name": None, "resume": "no", "loggers": (), "rank_logs": False}
-    unseen = {"mode": "train", "val_every_steps": None, "val_every_epochs": None, "monitor": None, "patience": None}
+    unseen = {"validation": False, "val_every_steps": None, "val_every_epochs": None, "monitor": None, "patience": None}
     unsaved = {"save_every_steps": None, "save_every_epochs": None}
     return config.model_copy(update={**nowhere, **unseen, **unsaved, "epochs": None, "steps": steps})

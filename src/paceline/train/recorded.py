@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from paceline.config.plugin_name import RECORDED
-from paceline.config.settings import TrainConfig
+from paceline.config.settings import FOR_USE, TrainConfig
 from paceline.core import plugins
 from paceline.core.errors import NotFound, NotInstalled, PacelineError
 from paceline.core.run_folder import RunRecord
@@ -67,6 +67,6 @@ def settings_of(task: Task, run: Path, values: Mapping[str, Any]) -> TrainConfig
     names = {values.get("optimizer"), values.get("schedule"), *(values.get("loggers") or ())}
     try:
         # Plugins that are only for training need not be here.
-        return task.Settings.model_validate(values, context={RECORDED: names})
+        return task.Settings.model_validate(values, context={RECORDED: names, FOR_USE: True})
     except ValidationError as error:
         raise SettingsOutdated(run, error) from error

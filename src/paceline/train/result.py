@@ -30,7 +30,7 @@ class Result:
     findings: tuple[Finding, ...] = ()
     """Reasons that held the run back, and what to type: the last word on each matter."""
     mode: str = "train_eval"
-    """Mode as in the settings, or `benchmark`."""
+    """`train`, `train_eval` (with validation), `eval`, `infer` or `benchmark`."""
     predictions: Path | None = None
     """The file that mode `infer` wrote."""
     folder: Path | None = None

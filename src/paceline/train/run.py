@@ -351,7 +351,7 @@ class Run:
             best_score(self.config, self.position),
             self.clock.read(),
             self.log.findings,
-            self.config.mode,
+            "train_eval" if self.config.validation else "train",
             folder=self.config.out,
             checkpoint=last,
             best=best,

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Self, TypeVar
 
 from paceline.config.compared import shared_settings
+from paceline.config.mode import Purpose
 from paceline.config.named_sets import name_sets
 from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.core.errors import PacelineError, TaskContract
@@ -123,6 +124,7 @@ class Surroundings:
     """Training batches should come in few shapes: see `Task.train_collate`."""
     log: Callable[[str, Any, Any], None] = _not_logged
     """Takes a number of training, as (name, sum, weight)."""
+    purpose: Purpose = "train"
 
 
 S_co = TypeVar("S_co", bound=TrainConfig, default=TrainConfig, covariant=True)
@@ -274,6 +276,11 @@ class Task(Generic[S_co]):
     @property
     def settings(self) -> S_co:
         return cast(S_co, self._around("settings").settings)
+
+    @property
+    def purpose(self) -> Purpose:
+        """`train`; or `eval` or `infer`, which use a trained model and leave its run as it is."""
+        return self._around("purpose").purpose
 
     @property
     def link(self) -> Link:

@@ -194,7 +194,7 @@ class Validation:
         return not self._sets
 
     def _sets_of_task(self) -> Mapping[str, Any]:
-        sets = {} if self._config.mode == "train" else val_data_of(self._task)
+        sets = val_data_of(self._task) if self._config.validation else {}
         if not isinstance(sets, Mapping):
             kind = type(sets).__name__
             raise SetsWithoutNames("what `val_data` returned", f"is a {kind}, not {{name: data set}}")

@@ -377,7 +377,12 @@ def test_damaged_bytes_are_found_before_training(folder: Path, tmp_path: Path) -
     middle = raw.index(Recordings(read_manifests([folder / "train.h5"])[0], tiny.RATE).read(11).tobytes())
     raw[middle + 100] ^= 1
     (tmp_path / "train.h5").write_bytes(raw)
-    config = {"train_manifest": (tmp_path / "train.h5",), "val_manifest": (), "out": tmp_path / "run", "mode": "train"}
+    config = {
+        "train_manifest": (tmp_path / "train.h5",),
+        "val_manifest": (),
+        "out": tmp_path / "run",
+        "validation": False,
+    }
     with pytest.raises(BadManifest, match="train.h5:12: .*the bytes are not those that were written"):
         tiny.train(tiny.settings(folder, **config))
 

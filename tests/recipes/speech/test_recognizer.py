@@ -41,7 +41,7 @@ def paths(folder: Path) -> list[Path]:
 
 
 def test_it_hears_what_inference_predicts(folder: Path, recognizer: Recognizer) -> None:
-    config = tiny.settings(folder, mode="infer", **tiny.LEARN)
+    config = tiny.settings(folder, **tiny.LEARN)
     predicted = list(apply.predict_run(tiny.task(), config, alone(), folder / "run"))
     heard = recognizer.transcribe(paths(folder))
     assert heard == [str(text) for _, text in predicted]
@@ -145,7 +145,7 @@ def test_streams_that_would_stand_still(recognizer: Recognizer, given: dict[str,
 
 def test_beam(folder: Path) -> None:
     found = paceline.asr.load(folder / "run", device="cpu", decoder="beam", beam_width=8).transcribe(paths(folder))
-    config = tiny.settings(folder, mode="infer", **tiny.LEARN, decoder="beam", beam_width=8)
+    config = tiny.settings(folder, **tiny.LEARN, decoder="beam", beam_width=8)
     predicted = list(apply.predict_run(tiny.task(), config, alone(), folder / "run"))
     assert found == [str(text) for _, text in predicted]
 

@@ -131,7 +131,7 @@ def test_subwords_of_a_file(tmp_path: Path, data: Path, whole: Path) -> None:
     """Of a run, and of NeMo's folder: the same losses as where they were learned."""
     for number, path in enumerate((whole, whole / MODEL)):
         out = tmp_path / str(number)
-        changes = {**BPE, "vocabulary": None, "tokenizer": path, "precision": "fp64", "level": 0, "mode": "train"}
+        changes = {**BPE, "vocabulary": None, "tokenizer": path, "precision": "fp64", "level": 0, "validation": False}
         tiny.train(tiny.settings(data, out=out, epochs=2, **changes))
         assert tiny.losses_of(out) == tiny.losses_of(whole)
     network = {**tiny.NETWORK, "labels": list(stored(whole).pieces)}  # type: ignore[union-attr]

@@ -88,7 +88,7 @@ def test_losses_and_error_rates_do_not_depend_on_ranks(
 
 
 def test_losses_do_not_depend_on_who_reads(tmp_path: Path, data: Path) -> None:
-    changes = {"noise_from": data / "noise", **PERTURB, "mode": "train"}
+    changes = {"noise_from": data / "noise", **PERTURB, "validation": False}
     for workers in (0, 1, 2):
         tiny.train(tiny.settings(data, out=tmp_path / str(workers), workers=workers, **changes))
     expected = tiny.losses_of(tmp_path / "0")
@@ -214,7 +214,7 @@ def test_an_utterance_too_short_for_its_transcript_adds_nothing_but_its_count(tm
 
 def summed(folder: Path, name: str, **changes: Any) -> tuple[float, int, dict[str, Any], dict[str, Any]]:
     """Loss, count, gradients and metrics of a whole manifest as one grain, batch norm in eval."""
-    config = tiny.settings(folder, train_manifest=(folder / f"{name}.json",), mode="train", **changes)
+    config = tiny.settings(folder, train_manifest=(folder / f"{name}.json",), validation=False, **changes)
     task = tiny.task()
     task.attach(Surroundings(config, alone(), lambda text: None))
     data = task.train_data()

@@ -306,7 +306,7 @@ def test_a_run_is_used_in_the_level_that_it_chose(tmp_path: Path, times: dict[st
     made = opened(SmallTask(), tmp_path / "run", level=4, steps=3)
     train(made)
     checkpoint = tmp_path / "run/checkpoints/step-00000003"
-    config = made.config.model_copy(update={"mode": "eval", "resume": checkpoint})
+    config = made.config.model_copy(update={"resume": checkpoint})
     engine = restore_for_use(SmallTask(), config, alone(), checkpoint)
     assert engine.precision.autocast is torch.bfloat16
     assert not engine.precision.is_open

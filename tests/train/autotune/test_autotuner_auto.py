@@ -224,7 +224,7 @@ def test_fp16_is_recorded_with_its_loss_scale(monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_is_used_in_the_level_that_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     made = auto(Whole(), tmp_path / "run", steps=3)
-    config = made.config.model_copy(update={"mode": "eval", "resume": tmp_path / "run/checkpoints/step-00000003"})
+    config = made.config.model_copy(update={"resume": tmp_path / "run/checkpoints/step-00000003"})
     assert restore_for_use(Whole(), config, alone(), config.resume).precision.autocast is torch.bfloat16
     monkeypatch.setattr(precision, "capabilities", lambda device: CPU)
     assert restore_for_use(Whole(), config, alone(), config.resume).precision.autocast is None  # as ever on a CPU

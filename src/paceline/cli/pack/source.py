@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of
 from paceline.config.load import load
+from paceline.config.train_command import POSITIONAL, task_settings, train_options
 from paceline.core import plugins
 from paceline.core.cloud.address import local_path
 from paceline.core.terminal import tell
@@ -227,7 +228,10 @@ def _task_data(options: PackOptions, name: str) -> Any:
     task = load_task(name)
     # The length of training does not matter here, but every task needs one.
     config = [] if options.task_config is None else ["--config", str(options.task_config)]
-    settings = load(task.Settings, [*config, "--epochs", "1"], prog="paceline pack")
+    words = [name, *config, "--epochs", "1"]
+    settings = task_settings(
+        load(train_options(task.Settings), words, prog="paceline pack", positional=POSITIONAL), task.Settings
+    )
     task.attach(Surroundings(settings, start(discover({}), device="cpu"), print))
     packed = task.pack_data()
     if packed:

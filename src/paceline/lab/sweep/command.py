@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.config.load import load
-from paceline.config.settings import Section, TrainConfig
+from paceline.config.mode import ModeCommand
+from paceline.config.settings import TrainConfig
 from paceline.config.train_command import POSITIONAL, take_task, task_settings
 from paceline.core.terminal import warn
 from paceline.lab.trial_options import NO_BENCHMARK, refuse_launcher, with_settings
@@ -19,7 +20,7 @@ PROG = "paceline sweep"
 EXIT_INTERRUPT = 130  # as in world/failure/board.py, which needs torch
 
 
-class SweepCommand(Section):
+class SweepCommand(ModeCommand):
     """Which task, what to search, and how many trials."""
 
     task: str
@@ -41,8 +42,10 @@ class SweepCommand(Section):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if getattr(self, "mode", "train_eval") != "train_eval":
+        if self.mode != "train_eval":
             yield "`mode` must be train_eval: trials are compared by their validation"
+        if self.given_mode is None and not getattr(self, "validation", True):
+            yield "`validation` must be on: trials are compared by it"
         if getattr(self, "benchmark", False):
             yield NO_BENCHMARK
 

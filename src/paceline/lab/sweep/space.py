@@ -17,8 +17,8 @@ Asked = Mapping[str, str | Sequence[Value]]
 """Values by setting: text as on the command line, or the choices themselves."""
 FORM = "write NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=A,B,C"
 KEPT = (
-    *("out", "resume", "exp_name", "runs_dir", "allow_change", "init_from", "device", "threads", "mode", "benchmark"),
-    *("monitor", "monitor_mode", "loggers", "progress", "profile"),
+    *("out", "resume", "exp_name", "runs_dir", "allow_change", "init_from", "device", "threads"),
+    *("benchmark", "validation", "monitor", "monitor_mode", "loggers", "progress", "profile"),
 )
 """Settings that are the same in all trials, as they say where a trial lives or how it is judged."""
 

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from paceline.config.command_line import dashed, read_words
 from paceline.config.load import load
+from paceline.config.mode import ModeCommand
 from paceline.config.settings import PositiveFloat, Section, TrainConfig
 from paceline.config.train_command import POSITIONAL, take_task, task_settings
 from paceline.config.yaml_file import read_file
@@ -34,7 +35,7 @@ UNKEPT = (
 KnobName = Literal["level", "compile", "grains", "workers", "order", "threads"]
 
 
-class TuneCommand(Section):
+class TuneCommand(ModeCommand):
     """Which task, on how many ranks of this machine, and what to look for."""
 
     task: str
@@ -69,7 +70,7 @@ class TuneCommand(Section):
                 yield f"`{name}` has no meaning in the range test: leave it or the bare `--lr` out"
             else:
                 yield f"`{name}` belongs to the range test: add `--lr` without a number"
-        if getattr(self, "mode", "train") in ("eval", "infer"):
+        if not self.is_for_training:
             yield "`mode` must be train or train_eval: nothing else can be tuned"
         if getattr(self, "benchmark", False):
             yield NO_BENCHMARK

@@ -289,7 +289,10 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
             yield "`fastemit` is for transducers: set `--head transducer`"
         if self.cr_ctc_weight and not self.spec_augment:
             yield "`cr_ctc_weight` compares two sets of masks, and `spec_augment` is off"
-        if not self.train_manifest and self.mode in ("train", "train_eval"):
+
+    def missing(self) -> Iterator[str]:
+        yield from super().missing()
+        if not self.train_manifest:
             yield "set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)"
 
 

@@ -85,9 +85,9 @@ class Asr(Task, Accelerates, Exports, ReadsModels, Recordable, Reports, SavesSta
         super().attach(surroundings)
         settings = self.settings
         if not hasattr(self, "_data") or not self._data.serves(settings):
-            self._data = SpeechData(settings, self.link, self.say)
+            self._data = SpeechData(settings, self.purpose, self.link, self.say)
         self._head = head_of(settings.network, _objective(settings))
-        self._transcriber = Transcriber(settings, self._data, self._head, self.say)
+        self._transcriber = Transcriber(settings, self.purpose, self._data, self._head, self.say)
 
     @property
     def network(self) -> NetworkSettings:
@@ -96,7 +96,7 @@ class Asr(Task, Accelerates, Exports, ReadsModels, Recordable, Reports, SavesSta
 
     def model(self) -> AcousticModel:
         settings = self.settings
-        if not self._is_introduced and settings.mode in ("train", "train_eval"):
+        if not self._is_introduced and self.purpose == "train":
             self._introduce()
         self._is_introduced = True
         objective = _objective(settings)
@@ -122,8 +122,8 @@ class Asr(Task, Accelerates, Exports, ReadsModels, Recordable, Reports, SavesSta
 
     def val_data(self) -> Mapping[str, Utterances]:
         settings = self.settings
-        if not settings.val_manifest and settings.mode in _NO_SETS:
-            hint = _NO_SETS[settings.mode]
+        if not settings.val_manifest and self.purpose in _NO_SETS:
+            hint = _NO_SETS[self.purpose]
             raise NotFound("the run has no validation manifests, and no others are named", hint=hint)
         return {name: utterances(corpus, settings) for name, corpus in self._data.corpora().validation.items()}
 
@@ -180,7 +180,7 @@ class Asr(Task, Accelerates, Exports, ReadsModels, Recordable, Reports, SavesSta
             self.say(f"{name}: all references are empty, so its WER is undefined ({hypothesised} hypothesised)")
         self._analyses[name] = whole
         out = self.settings.out
-        if self.world.rank == 0 and self.settings.mode not in ("eval", "infer") and out is not None:
+        if self.world.rank == 0 and self.purpose == "train" and out is not None:
             write_analyses(out, self._analyses)
             write_scores(out, self._scores)
         return dict(kinds(whole))
@@ -231,7 +231,7 @@ class Asr(Task, Accelerates, Exports, ReadsModels, Recordable, Reports, SavesSta
             self.say(f"{counted(len(unread), 'utterance')} could not be read and added nothing:")
             for line in shown(unread, len(unread)):
                 self.say(line)
-            if self.settings.mode not in ("eval", "infer"):  # which leave the run as it is
+            if self.purpose == "train":  # other purposes leave the run as it is
                 self._data.write(self.settings.out, unread)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:

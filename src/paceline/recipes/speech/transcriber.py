@@ -8,6 +8,7 @@ from typing import IO
 
 from torch import Tensor
 
+from paceline.config.mode import Purpose
 from paceline.data.grain import Grain
 from paceline.recipes.speech.data.inputs import open_inputs
 from paceline.recipes.speech.data.packing import check_packed
@@ -37,7 +38,10 @@ from paceline.train.predictions import DetailedText
 class Transcriber:
     """Decoder of a run, and what `infer` and validation read with it."""
 
-    def __init__(self, settings: AsrSettings, data: SpeechData, head: Head, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: AsrSettings, purpose: Purpose, data: SpeechData, head: Head, say: Callable[[str], None]
+    ) -> None:
+        self._purpose = purpose
         self._settings, self._data, self._head, self._say = settings, data, head, say
         self._beam: TextDecoder | None = None
 
@@ -64,7 +68,7 @@ class Transcriber:
     def predict(self, model: AcousticModel, grain: Grain) -> list[str] | list[DetailedText]:
         """Return the text of each utterance of a grain; in `infer` with scores and the times of words."""
         outputs = outputs_of(model, grain)
-        if self._settings.mode != "infer":
+        if self._purpose != "infer":
             return self.texts(model, grain, outputs)
         results = zip(self.decoder(model)(outputs, output_frames(model, grain)), grain["begins"], strict=True)
         return [detailed([hypothesis.later(begin) for hypothesis in best[:1]]) for best, begin in results]

@@ -209,8 +209,6 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.mode in ("train", "train_eval") and not (self.train_source or self.train_pairs):
-            yield "set `train_source` and `train_target`, or `train_pairs`: what to train on"
         for name in ("train", "val"):
             if len(getattr(self, f"{name}_source")) != len(getattr(self, f"{name}_target")):
                 files = f"`{name}_source` and `{name}_target` need as many files each"
@@ -218,6 +216,11 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
         shape = self.shape
         if shape.kind == "transformer" and shape.width % shape.heads:
             yield f"`heads` {shape.heads} do not divide `width` {shape.width}: heads share the width evenly"
+
+    def missing(self) -> Iterator[str]:
+        yield from super().missing()
+        if not (self.train_source or self.train_pairs):
+            yield "set `train_source` and `train_target`, or `train_pairs`: what to train on"
 
     def idle(self) -> Iterator[str]:
         """Yield a line for settings that were changed and have no effect in this run."""

@@ -70,13 +70,13 @@ class Translation(Task, Accelerates, Exports, ReadsInputs, Recordable, Reports, 
 
     def val_data(self) -> Mapping[str, Pairs]:
         settings = self.settings
-        if not (settings.val_source or settings.val_pairs) and settings.mode in ("eval", "infer"):
-            if settings.mode == "eval":
+        if not (settings.val_source or settings.val_pairs) and self.purpose != "train":
+            if self.purpose == "eval":
                 hint = "name some: `paceline eval RUN --val-source test.en --val-target test.de`"
             else:
                 hint = "say what to translate: `paceline infer RUN lines.txt`, or `-` for standard input"
             raise InvalidSetting("the run has no validation sets, and no others are named", hint=hint)
-        if settings.mode != "infer" and (settings.val_source or settings.val_pairs):
+        if self.purpose != "infer" and (settings.val_source or settings.val_pairs):
             self._bleu.check()
         return self._texts.val(self.vocabulary)
 
@@ -129,7 +129,7 @@ class Translation(Task, Accelerates, Exports, ReadsInputs, Recordable, Reports, 
         self._sentences = []
         self._scores[name] = {"bleu": scores}
         out = self.settings.out
-        if self.world.rank == 0 and self.settings.mode not in ("eval", "infer") and out is not None:
+        if self.world.rank == 0 and self.purpose == "train" and out is not None:
             write_scores(out, self._scores)
         written, wanted = scores.rows[:, :2].sum(0).tolist()
         return {"words": written, "reference_words": wanted}
@@ -198,7 +198,7 @@ class Translation(Task, Accelerates, Exports, ReadsInputs, Recordable, Reports, 
         for home in homes:
             if (home / FILE).is_file():
                 return Vocabulary.read(home).json
-        if settings.mode in ("eval", "infer") and homes:
+        if self.purpose != "train" and homes:
             raise NotFound(
                 f"{homes[0]} has lost its tokenizer.json: without it, no text can be read or written",
                 hint="bring it back: a copy or an export of the run has it, too",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from paceline.config.settings import FOR_USE
 from paceline.core.cloud.address import local_path
 from paceline.core.errors import InvalidSetting
 from paceline.recipes.translation.data.corpus import as_lines
@@ -56,8 +57,7 @@ def _read_run(folder: Path, checkpoint: Which, average: int) -> tuple[Shape, Voc
             f"{folder} is a run of the task {record.task}, not of translation",
             hint="give a run of `paceline train translation`, or a folder of `paceline export`",
         )
-    settings: dict[str, Any] = {**record.settings, "mode": "infer"}
-    shape = TranslationSettings.model_validate(settings).shape
+    shape = TranslationSettings.model_validate(record.settings, context={FOR_USE: True}).shape
     return shape, Vocabulary.read(folder), read_weights(find_checkpoint(folder, checkpoint), average)
 
 

@@ -6,12 +6,13 @@ import pickle
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import soundfile
 
+from paceline.config.mode import Purpose
 from paceline.config.named_sets import NamedTwice, absolute_set, name_sets
 from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.speech.data.corpus import BAD_DATA, BadLines, Corpus, Opening, Part, parts_of
@@ -82,20 +83,20 @@ def test_files_are_kept_in_full_and_named_as_they_lie(tmp_path: Path, monkeypatc
     assert tiny.settings(tmp_path, **config.model_dump()) == config
 
 
-def test_each_mode_opens_what_it_uses(tmp_path: Path) -> None:
+def test_each_purpose_opens_what_it_uses(tmp_path: Path) -> None:
     tiny.speech(tmp_path, "train", 2, seed=1)
     tiny.speech(tmp_path, "dev", 2, seed=2)
     opened = {
-        mode: [(part.name, part.is_training) for part in parts_of(tiny.settings(tmp_path, mode=mode))]
-        for mode in ("train", "train_eval", "eval", "infer")
+        purpose: [(part.name, part.is_training) for part in parts_of(tiny.settings(tmp_path), purpose)]
+        for purpose in get_args(Purpose)
     }
     training, validation = ("train", True), ("dev", False)
     assert opened == {
-        "train": [training],
-        "train_eval": [training, validation],
+        "train": [training, validation],
         "eval": [validation],
         "infer": [validation],
     }
+    assert [part.name for part in parts_of(tiny.settings(tmp_path, validation=False), "train")] == ["train"]
 
 
 # -- what is bad -------------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def open_all(
 ) -> tuple[Mapping[Part, Corpus], BadLines, list[str]]:
     said: list[str] = []
     config = tiny.settings(folder, **changes)
-    corpora = Opening(config, share, gather, said.append, labels_of(config)).open(parts_of(config))
+    corpora = Opening(config, share, gather, said.append, labels_of(config)).open(parts_of(config, "train"))
     return corpora.by_part, corpora.bad, said
 
 
@@ -320,7 +321,7 @@ def test_a_long_manifest_has_no_object_per_line(tmp_path: Path) -> None:
     tiny.manifest(tmp_path / "train.json", [line % (row, 1 + row % 1500 / 100) for row in range(number)])
     config = tiny.settings(tmp_path, check_audio=False)
     opening = Opening(config, (0, 1), alone, lambda text: None, labels_of(config))
-    (corpus,) = opening.open(parts_of(config)).by_part.values()
+    (corpus,) = opening.open(parts_of(config, "train")).by_part.values()
     data = Utterances(corpus.manifest, corpus.texts, tiny.RATE, config)
     assert len(data) == number
     pickled = pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.mode import Purpose
 from paceline.config.named_sets import name_sets
 from paceline.config.problems import first_lines
 from paceline.core.errors import InvalidData, PacelineError
@@ -78,12 +79,12 @@ class _Look:
     num_bad: int
 
 
-def parts_of(settings: AsrSettings) -> list[Part]:
-    """The data sets that a run with these settings uses."""
+def parts_of(settings: AsrSettings, purpose: Purpose) -> list[Part]:
+    """Return the data sets that are used for a purpose."""
     parts = []
-    if settings.mode in ("train", "train_eval"):
+    if purpose == "train":
         parts.append(Part(TRAINING, settings.train_manifest, is_training=True))
-    if settings.mode != "train":
+    if purpose != "train" or settings.validation:
         parts += [Part(name, paths) for name, paths in name_sets(settings.val_manifest).items()]
     return parts
 
@@ -228,7 +229,7 @@ class Opening:
         for part, report in reports.items():
             if part.name in names:
                 together.add(report)
-        is_training = settings.mode in ("train", "train_eval")
+        is_training = any(part.is_training for part in reports)
         is_learned = settings.vocabulary is not None
         training = [report for part, report in reports.items() if part.is_training]
         refused = LabelsLackLetters(

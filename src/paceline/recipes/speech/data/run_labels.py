@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.config.mode import Purpose
 from paceline.core.disk import replacing
 from paceline.core.errors import Conflict, NotFound, PacelineError
 from paceline.core.run_folder import RunFolder
@@ -32,8 +33,14 @@ class RunLabels:
     """Finds the labels of a run; all ranks must ask together, and one of them reads or learns."""
 
     def __init__(
-        self, settings: AsrSettings, rank: int, gather: Callable[[Any], list[Any]], say: Callable[[str], None]
+        self,
+        settings: AsrSettings,
+        purpose: Purpose,
+        rank: int,
+        gather: Callable[[Any], list[Any]],
+        say: Callable[[str], None],
     ) -> None:
+        self._is_used = purpose != "train"
         self._settings, self._rank, self._gather, self._say = settings, rank, gather, say
         self._found: Labels | Subwords | None = None
         self._is_looked_for = False
@@ -100,17 +107,16 @@ class RunLabels:
 
     def _read(self) -> Tokenizer | None:
         settings = self._settings
-        is_used = settings.mode in ("eval", "infer")
         homes = [] if settings.out is None else [settings.out]
         if isinstance(settings.resume, Path):  # a checkpoint of another run
             homes.append(settings.resume.parent.parent)
         for home in homes:
             # A run that failed before its first checkpoint binds nobody.
-            own = stored(home) if is_used or listed(RunFolder(home).checkpoints) else None
+            own = stored(home) if self._is_used or listed(RunFolder(home).checkpoints) else None
             if own is not None:
                 self._check_same(own, home)
                 return own
-            if is_used or listed(RunFolder(home).checkpoints):
+            if self._is_used or listed(RunFolder(home).checkpoints):
                 raise NotFound(
                     f"{home} has lost its {MODEL} (or {WORD_PIECES}): without it, no text can be read or written",
                     hint="bring it back: a copy or an export of the run has it, too",
@@ -136,8 +142,8 @@ class RunLabels:
 
     def _check_same(self, own: Tokenizer, run: Path) -> None:
         """Refuse another tokenizer for a run that goes on; one whose file is gone is the run's own."""
-        given, mode = self._settings.tokenizer, self._settings.mode
-        if given is None or mode in ("eval", "infer"):
+        given = self._settings.tokenizer
+        if given is None or self._is_used:
             return
         if not given.exists():
             self._say(f"labels: {given} is gone; the run has its own copy of it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from paceline.config.mode import Purpose
 from paceline.core.run_folder import RunFolder
 from paceline.recipes.speech.data.corpus import Corpora, Corpus, Opening, parts_of
 from paceline.recipes.speech.data.run_labels import RunLabels
@@ -21,9 +22,9 @@ from paceline.world.link import Link
 class SpeechData:
     """Corpora and labels of a run. All ranks must call `labels`, `network` and `corpora` together."""
 
-    def __init__(self, settings: AsrSettings, link: Link, say: Callable[[str], None]) -> None:
-        self._settings, self._link, self._say = settings, link, say
-        self._run_labels = RunLabels(settings, link.world.rank, link.gather_objects, say)
+    def __init__(self, settings: AsrSettings, purpose: Purpose, link: Link, say: Callable[[str], None]) -> None:
+        self._settings, self._purpose, self._link, self._say = settings, purpose, link, say
+        self._run_labels = RunLabels(settings, purpose, link.world.rank, link.gather_objects, say)
         self._corpora: Corpora | None = None
         self._unread: list[BadLine] = []
 
@@ -58,7 +59,7 @@ class SpeechData:
         if self._corpora is None:
             share = self._link.world.rank, self._link.world.size
             opening = Opening(self._settings, share, self._link.gather_objects, self._say, self._run_labels.learn)
-            self._corpora = opening.open(parts_of(self._settings))
+            self._corpora = opening.open(parts_of(self._settings, self._purpose))
         return self._corpora
 
     def write(self, out: Path | None, unread: Iterable[BadLine] = ()) -> None:
