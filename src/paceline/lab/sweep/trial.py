@@ -21,7 +21,6 @@ from paceline.lab.sweep.study import Report, Study, TrialEnd
 from paceline.observe.callback import Callback, Record, RunInfo
 from paceline.train.find_task import load_task
 from paceline.train.fit import fit
-from paceline.train.result import Result
 from paceline.train.task import Task
 from paceline.world.discover.environment import World, discover
 from paceline.world.failure.together import fail_together
@@ -69,17 +68,14 @@ def train_trial(make: Callable[[], Task[Any]], settings: Mapping[str, Any], repo
         task = make()
         config = task.Settings(**settings)
         pruning = Pruning(report, config.monitor, task.monitor)
-        return _end_of(fit(task, config, watchers=[pruning]), pruning, time.monotonic() - began)
+        result = fit(task, config, watchers=[pruning])
     except PacelineError as error:
         with speaking(ENGLISH):
             return TrialEnd("failed", seconds=time.monotonic() - began, why=str(error))
     except Exception as error:  # values that do not fit the model or the memory, or a bug of the task's
         traceback.print_exc()
         return TrialEnd("failed", seconds=time.monotonic() - began, why=first_line(error))
-
-
-def _end_of(result: Result, pruning: Pruning, seconds: float) -> TrialEnd:
-    steps = result.num_steps
+    steps, seconds = result.num_steps, time.monotonic() - began
     if result.status == "stopped":
         return TrialEnd("pruned" if pruning.is_pruned else "stopped", None, steps, seconds)
     if result.status == "diverged":
