@@ -18,7 +18,7 @@ from paceline.observe.clock import Clock
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
-from paceline.observe.timeline import recorder
+from paceline.observe.timeline.recorder import Timeline
 from paceline.parallel.step import Step
 from paceline.train import setup, summary
 from paceline.train import task as tasks
@@ -88,7 +88,7 @@ class Run:
     stages: Stages
     scalars: Scalars
     validation: Validation
-    timeline: recorder.Timeline | recorder.Off
+    timeline: Timeline
     log: Logbook
     duties: Sequence[Duty]
     """What happens between steps, in this order."""
@@ -419,7 +419,7 @@ def open_run(
             say(f"resumed {resumed}")
     del checkpoint  # its tensors are mapped from files, and would keep them on disk
     validation = Validation(task, stepper, config, grains)
-    timeline = recorder.build(config, config.out, link, clock, lambda: stepper.num_steps, say)
+    timeline = Timeline(config, config.out, link, clock, lambda: stepper.num_steps, say)
     receivers = setup.callbacks(task, config, say, callbacks) if link.is_first else []
     meter = Meter(clock, stepper, task, config, None if values is None else values.so_far)
     with ExitStack() as undo:  # from here on there is something to undo: files, a lock, callbacks that have started

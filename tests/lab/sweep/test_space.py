@@ -69,12 +69,3 @@ def test_words_of_another_form(words: list[str]) -> None:
 def test_nothing_to_search() -> None:
     with pytest.raises(SettingsInvalid, match="nothing to search is named"):
         space_of(Own, {}, {"epochs": 1}, "sweep")
-
-
-def test_a_grid_is_every_combination_once() -> None:
-    from paceline.lab.sweep.study import grid_point
-
-    space = {"a": Choices((1, 2, 3)), "b": Choices(("x", "y"))}
-    points = [grid_point(space, number) for number in range(6)]
-    assert points[:3] == [{"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}]
-    assert len({tuple(point.values()) for point in points}) == 6

@@ -7,10 +7,13 @@ import pickle
 import signal
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.config.settings import TrainConfig
 from paceline.config.step_range import StepRange
@@ -18,8 +21,8 @@ from paceline.core.errors import InvalidSetting
 from paceline.observe.timeline.recorder import (
     AUTO_AFTER,
     AUTO_STEPS,
-    Off,
-    Timeline,
+    clock_offset,
+    offset,
     trace,
     window,
 )
@@ -27,9 +30,10 @@ from paceline.train.loop import train
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
-from tests.ranks import run_ranks
+from tests.ranks import ranks, run_ranks
 from tests.train.small import SmallTask, alone, assert_same, opened, weights
 
+APART_NS = 5_000_000_000
 SLACK_US = 1000.0
 """torch's clock and ours are read one after the other: a process may lose its core between the two."""
 
@@ -130,7 +134,7 @@ def test_memory_is_a_curve(two_ranks: Path) -> None:
     events = trace.read(two_ranks)["traceEvents"]
     curves = {(trace.rank_of(event), event["name"]) for event in events if event["ph"] == "C"}
     assert curves == {(rank, name) for rank in range(2) for name in ("host memory", "torch memory, cpu")}
-    resident = [event["args"]["resident_bytes"] for event in events if event["name"] == "host memory"]
+    resident = [event["args"]["bytes"] for event in events if event["name"] == "host memory"]
     assert min(resident) > 10_000_000, "a process with torch in it"
 
 
@@ -151,6 +155,36 @@ def test_ranks_that_step_apart_are_recorded_too(apart: Path) -> None:
     assert {trace.rank_of(event) for event in events if event.get("cat") == "cpu_op"} == {1}, "as `profile_ranks` says"
 
 
+@given(
+    true_ns=st.integers(-(10**15), 10**15),
+    delays=st.lists(st.tuples(*[st.integers(0, 10**7)] * 4), min_size=1, max_size=16),
+)
+def test_the_true_offset_of_two_clocks_is_within_the_uncertainty(
+    true_ns: int, delays: list[tuple[int, int, int, int]]
+) -> None:
+    now, first, other = 0, [], []
+    for entry, other_entry, exit_, other_exit in delays:
+        met = now + max(entry, other_entry)
+        first.append((now + entry, met + exit_))
+        other.append((now + other_entry - true_ns, met + other_exit - true_ns))
+        now = met + exit_ + other_exit + 1
+    measured_ns, uncertainty_ns = offset(first, other)
+    assert abs(measured_ns - true_ns) <= uncertainty_ns
+    assert uncertainty_ns <= min(map(sum, delays)) // 2 + 1
+
+
+@ranks(4)
+def test_clocks_of_machines_are_measured(link: Link) -> None:
+    """Ranks 0 and 1 share a machine; each other one has a clock that is seconds ahead."""
+    rank = link.world.rank
+    ahead_ns = 0 if rank < 2 else rank * APART_NS
+    measured_ns, uncertainty_ns = clock_offset(link, f"machine {max(1, rank)}", lambda: perf_counter_ns() + ahead_ns)
+    if rank < 2:
+        assert (measured_ns, uncertainty_ns) == (0, 0), "one clock"
+    else:
+        assert abs(measured_ns + ahead_ns) <= uncertainty_ns < APART_NS // 2
+
+
 # -- what a user may ask for ---------------------------------------------------------------------------------------
 
 
@@ -158,7 +192,6 @@ def fit_said(out: Path, **settings: Any) -> list[str]:
     said: list[str] = []
     trained = opened(SmallTask(), out, epochs=2, progress="none", loggers=(), **settings)
     trained.progress.say = said.append  # type: ignore[method-assign]
-    assert isinstance(trained.timeline, Timeline)
     trained.timeline._say = said.append
     train(trained)
     return said
@@ -200,7 +233,6 @@ def test_a_timeline_that_cannot_be_written_is_said_and_training_goes_on(tmp_path
 
     said: list[str] = []
     trained = opened(Full(), tmp_path / "a", epochs=2, profile="2:5", progress="none", loggers=())
-    assert isinstance(trained.timeline, Timeline)
     trained.timeline._say = said.append
     assert train(trained).status == "finished"
     (line,) = said
@@ -234,7 +266,8 @@ def test_a_resumed_run_says_that_the_steps_are_past(tmp_path: Path, capsys: pyte
 
 def test_without_a_run_folder_it_has_no_effect_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     trained = opened(SmallTask(), None, epochs=1, profile="0:2", profile_ranks=(0,), loggers=())
-    assert isinstance(trained.timeline, Off)
+    batches = iter([1, 2])
+    assert trained.timeline.follow(batches) is batches
     train(trained)
     assert "`profile` has no effect without a run folder" in capsys.readouterr().out
 
@@ -243,11 +276,6 @@ def test_a_rank_that_is_not_there_is_refused_before_anything_is_made(tmp_path: P
     with pytest.raises(InvalidSetting, match="ranks of this run are 0 to 0"):
         opened(SmallTask(), tmp_path / "a", epochs=1, profile="0:2", profile_ranks=(3,))
     assert not (tmp_path / "a").exists()
-
-
-def test_off_leaves_the_batches_alone() -> None:
-    batches = iter([1, 2])
-    assert Off().follow(batches) is batches
 
 
 def test_the_model_is_the_same_whether_or_not_it_is_looked_at(tmp_path: Path) -> None:

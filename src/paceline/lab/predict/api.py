@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +12,8 @@ from paceline.config.settings import ReduceSettings
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import Conflict
-from paceline.lab.predict.calibration import calibrate
-from paceline.lab.predict.communication import parse_link, read_link_file
+from paceline.lab.predict.calibration import Reduction, calibrate
+from paceline.lab.predict.communication import LinkSpeed, parse_link, read_link_file
 from paceline.lab.predict.prediction import Prediction
 from paceline.lab.predict.prediction import predict as predict_from
 
@@ -48,35 +48,45 @@ def predict(
     `link` connects machines (default: `10Gbit,50us`), `run_link` connected the ranks of the runs, if they were on
     several machines. `price` is the price of a rank for an hour.
     """
-    if link is not None and link_file is not None:
-        raise Conflict("`--link` and `--link-file` cannot be used together", hint="give one of them")
-    between = read_link_file(Path(link_file)) if link_file is not None else parse_link(link or DEFAULT_LINK)
     folders = [local_path(each) for each in ([source] if isinstance(source, str | Path) else source)]
+    between = _link(link, link_file)
     for folder in folders:
         bring_run(folder)
-    found = calibrate(folders, None if run_link is None else parse_link(run_link))
-    changes: dict[str, Any] = {
+    calibration = calibrate(folders, None if run_link is None else parse_link(run_link))
+    changes = {
         **{"reduce": reduce, "sums": sums, "wire": wire, "shard": shard, "sync_step": sync_step},
         **{"sync_seconds": sync_seconds, "sync_overlap": sync_overlap},
     }
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if "sync_step" in changes or "sync_seconds" in changes:  # one replaces the other
-        changes = {"sync_step": None, "sync_seconds": None, **changes}
-    reduction = replace(found.runs[-1].reduction, **changes)
-    settings_of_call(
-        ReduceSettings, {name: value for name, value in asdict(reduction).items() if value is not None}, CALL
-    )
-    if reduction.reduce == "param" and reduction.sync_step is None and reduction.sync_seconds is None:
-        reduction = replace(reduction, sync_step=1)
-    base = found.runs[0]
-    sizes = list(ranks) or [number * -(-base.ranks // base.nodes) for number in nodes] or list(RANKS)
+    base = calibration.runs[0]
     return predict_from(
-        found,
-        ranks=sizes,
+        calibration,
+        ranks=list(ranks) or [number * -(-base.ranks // base.nodes) for number in nodes] or list(RANKS),
         nodes=list(nodes) or None,
         between=between,
-        reduction=reduction,
+        reduction=_changed(calibration.runs[-1].reduction, _given(changes)),
         grains=grains,
         failures=failures,
         price=price,
     )
+
+
+def _link(link: str | None, file: str | Path | None) -> LinkSpeed:
+    if file is None:
+        return parse_link(link or DEFAULT_LINK)
+    if link is not None:
+        raise Conflict("`--link` and `--link-file` cannot be used together", hint="give one of them")
+    return read_link_file(Path(file))
+
+
+def _changed(measured: Reduction, changes: Mapping[str, Any]) -> Reduction:
+    """Return the reduction of the run with other settings, which must be valid together."""
+    if "sync_step" in changes or "sync_seconds" in changes:  # one replaces the other
+        changes = {"sync_step": None, "sync_seconds": None, **changes}
+    reduction = replace(measured, **changes)
+    settings_of_call(ReduceSettings, _given(asdict(reduction)), CALL)
+    has_interval = reduction.sync_step is not None or reduction.sync_seconds is not None
+    return reduction if reduction.reduce == "grad" or has_interval else replace(reduction, sync_step=1)
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.core.json_text import read_json
@@ -12,7 +11,6 @@ from paceline.observe.report import texts
 from paceline.observe.report.figure import Figure, Trace, axis, color, line
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.section import RecipeReport, Section
-from paceline.observe.typed_json import is_number
 
 FILE = "predict.json"
 """File of a prediction in the folder of the run that it was calibrated on."""
@@ -29,38 +27,18 @@ class PredictReport(RecipeReport):
     """Predictions in reports."""
 
     def sections(self, runs: Sequence[ReportedRun]) -> Sequence[Section]:
-        found = [(run, kept) for run in runs if (kept := read_kept(run.folder / FILE)) is not None]
-        if not found:
-            return ()
-        run, kept = found[0]
-        return [section(kept, run.name)]
-
-
-def read_kept(path: Path) -> Mapping[str, Any] | None:
-    """Return a prediction that was kept; None where there is none that can be drawn."""
-    try:
-        values = read_json(path)
-    except (OSError, ValueError):
-        return None
-    rows = values.get("rows") if isinstance(values, dict) else None
-    if not isinstance(rows, list) or not all(_is_row(row) for row in rows) or not rows:
-        return None
-    kept: Mapping[str, Any] = values
-    return kept
-
-
-def _is_row(row: object) -> bool:
-    if not isinstance(row, dict) or not all(is_number(row.get(name)) for name in ("ranks", *PARTS)):
-        return False
-    speed = row.get("samples_per_s")
-    return isinstance(speed, dict) and all(is_number(speed.get(name)) for name in ("low", "value", "high"))
+        for run in runs:
+            try:
+                return [section(read_json(run.folder / FILE), run.name)]
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):  # absent, or of another form
+                continue
+        return ()
 
 
 def section(kept: Mapping[str, Any], name: str) -> Section:
     """Return the section: speed over ranks with its band, parts of a step, and the advice."""
     rows = sorted(kept["rows"], key=lambda row: row["ranks"])
-    advice = [text for text in kept.get("advice") or () if isinstance(text, str)]
-    items = "".join(f"<li>{texts.with_code(text)}</li>" for text in advice)
+    items = "".join(f"<li>{texts.with_code(text)}</li>" for text in kept["advice"])
     source = translate("By `paceline predict`, from {name}.").format(name=name)
     text = f"<p>{texts.with_code(source)}</p><ul>{items}</ul>"
     return Section("predict", "On more ranks", text, [_speed(rows), _parts(rows)])

@@ -22,18 +22,16 @@ from paceline.core.disk import replacing
 from paceline.core.errors import Conflict, PacelineError, WrongType
 from paceline.core.paths import absolute
 from paceline.core.terminal import tell
+from paceline.core.units import counted
 from paceline.core.user_file import refuse_on_import
 from paceline.lab.sweep import report as sweep_report
 from paceline.lab.sweep.outcome import SweepResult, rows, text_table
-from paceline.lab.sweep.plan import WITHOUT, Plan, check_room, headline, only_sweep, open_folder, result_of
-from paceline.lab.sweep.pruning import Pruning
+from paceline.lab.sweep.plan import WITHOUT, Plan, PrunerName, SamplerName, only_sweep, open_folder
 from paceline.lab.sweep.report import BEST
-from paceline.lab.sweep.runner import INSIDE, Train, run_here, run_in_processes
-from paceline.lab.sweep.space import Asked, Space, space_of
-from paceline.lab.sweep.study import PrunerName, SamplerName, Study, require_optuna
+from paceline.lab.sweep.runner import INSIDE, run_here, run_in_processes
+from paceline.lab.sweep.space import Asked, Choices, Space, space_of
+from paceline.lab.sweep.study import Study, require_optuna
 from paceline.observe.report.page import PlotlyMissing
-from paceline.train.fit import fit
-from paceline.train.result import Result
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,7 +67,13 @@ def sweep(
             hint='write `if __name__ == "__main__":` above that call',
         )
     refuse_on_import("paceline.sweep")
-    check_counts(trials, jobs, procs)
+    problems = [
+        Problem(name, "must be a whole number above 0", given=repr(value))
+        for name, value in (("trials", trials), ("jobs", jobs), ("procs", procs))
+        if not isinstance(value, int) or value < 1
+    ]
+    if problems:
+        raise CallInvalid(problems, CALL)
     if not isinstance(search, Mapping):
         raise CallInvalid([Problem("search", "must be a mapping", 'write {"lr": "1e-4:1e-1:log"}', repr(search))], CALL)
     make: Callable[[], Task]
@@ -90,31 +94,14 @@ def sweep(
                 f"{what} needs processes of their own, which must find the task",
                 hint="give the task as text: a recipe's name, or `path/to/file.py:ClassName`",
             )
-    model, task_monitor = _of_task(make)
+    example = make()
     given = {key: value for key, value in settings.items() if key not in WITHOUT}
-    space = space_of(model, search, given, CALL)
-    config = settings_of_call(model, {**settings, **first_values(space)}, CALL)
+    space = space_of(example.Settings, search, given, CALL)
+    config = settings_of_call(example.Settings, {**settings, **first_values(space)}, CALL)
     plan = make_plan(
-        config, name, task_monitor, space, trials=trials, jobs=jobs, procs=procs, pruner=prune, sampler=sampler
+        config, name, example.monitor, space, trials=trials, jobs=jobs, procs=procs, pruner=prune, sampler=sampler
     )
     return run_sweep(plan, None if isinstance(task, str) else make, may_resume=config.resume == "auto")
-
-
-def check_counts(trials: int, jobs: int, procs: int) -> None:
-    """Refuse counts below 1."""
-    problems = [
-        Problem(name, "must be above 0" if isinstance(value, int) else "must be a whole number", given=repr(value))
-        for name, value in (("trials", trials), ("jobs", jobs), ("procs", procs))
-        if not isinstance(value, int) or value < 1
-    ]
-    if problems:
-        raise CallInvalid(problems, CALL)
-
-
-def _of_task(make: Callable[[], Task]) -> tuple[type[TrainConfig], str]:
-    """Return the settings of a task's class, and the metric that it is judged by."""
-    task = make()
-    return task.Settings, task.monitor
 
 
 def first_values(space: Space) -> dict[str, Any]:
@@ -143,6 +130,12 @@ def make_plan(
     if jobs * procs > 1 and config.threads is None:
         shared["threads"] = max(1, len(os.sched_getaffinity(0)) // (jobs * procs))
     if sampler == "grid":
+        ranges = [name for name, dimension in space.items() if not isinstance(dimension, Choices)]
+        if ranges:
+            raise Conflict(
+                f"`sampler` grid tries all values, and {ranges[0]} is a range",
+                hint=f"name its values, as `--search {ranges[0]}=A,B,C`, or take another `--sampler`",
+            )
         trials = min(trials, math.prod(len(dimension.ends) for dimension in space.values()))
     path = Path(task.rpartition(":")[0])
     if task.endswith(".py") or path.suffix == ".py":  # trials may be started from elsewhere
@@ -154,8 +147,7 @@ def make_plan(
         settings=shared,
         trials=trials,
         mode=config.monitor_mode,
-        monitor=config.monitor,
-        task_monitor=task_monitor,
+        monitor=config.monitor or task_monitor,
         jobs=jobs,
         procs=procs,
         pruner=pruner,
@@ -165,27 +157,42 @@ def make_plan(
 
 
 def run_sweep(plan: Plan, make: Callable[[], Task] | None, *, may_resume: bool) -> SweepResult:
-    """Run the trials that are left, in this process where only it can `make` the task; write table, report and file."""
-    gpus = _gpus(plan)
-    check_room(plan.jobs, plan.procs, cores=len(os.sched_getaffinity(0)), gpus=gpus)
+    """Run the remaining trials, in this process where only it can `make` the task; write table, page and settings."""
+    import torch
+
+    gpus = 0 if plan.settings.get("device") == "cpu" else torch.cuda.device_count()
+    _check_room(plan.jobs, plan.procs, cores=len(os.sched_getaffinity(0)), gpus=gpus)
     require_optuna()
     with only_sweep(plan.folder):
         open_folder(plan, may_resume=may_resume)
-        study = Study(plan.folder, plan.space, mode=plan.mode, pruner=plan.pruner, sampler=plan.sampler, seed=plan.seed)
-        tell(headline(plan))
+        study = Study(plan.folder, plan.pruner, plan.mode)
+        searched = ", ".join(f"{name} {dimension}" for name, dimension in plan.space.items())
+        tell(f"sweep of {plan.task} in {plan.folder}: {counted(plan.trials, 'trial')} over {searched}\n")
         try:
             if make is None:
-                result = run_in_processes(plan, study, tell, gpus)
+                run_in_processes(plan, study, gpus)
             else:
-                result = run_here(plan, study, _trainer(make), tell)
+                run_here(plan, study, make)
         except (KeyboardInterrupt, PacelineError):
-            show(result_of(plan, study), plan, is_typed=make is None)
+            _show(plan, study, is_typed=make is None)
             raise
-        return show(result, plan, is_typed=make is None)
+        return _show(plan, study, is_typed=make is None)
 
 
-def show(result: SweepResult, plan: Plan, *, is_typed: bool) -> SweepResult:
+def _check_room(jobs: int, procs: int, *, cores: int, gpus: int) -> None:
+    """Refuse more trials at once than there is room for; `gpus` is 0 where trials compute on the CPU."""
+    if jobs > 1 and jobs * procs > (gpus or cores):
+        available, kind = gpus or cores, "GPUs" if gpus else "cores"
+        raise Conflict(
+            f"{counted(jobs, 'trial')} at once with {counted(procs, 'rank')} each need {jobs * procs} {kind}, and "
+            f"there are {available}",
+            hint=f"set `--jobs {max(1, available // procs)}`, or fewer `--procs`",
+        )
+
+
+def _show(plan: Plan, study: Study, *, is_typed: bool) -> SweepResult:
     """Print the table, and write the page and the settings of the best trial."""
+    result = SweepResult(plan.folder, study.trials(), plan.mode, plan.monitor)
     tell("\n".join([*text_table(*rows(result)), ""]))
     best = result.best
     if best is not None:
@@ -196,7 +203,7 @@ def show(result: SweepResult, plan: Plan, *, is_typed: bool) -> SweepResult:
         command = f": `paceline train {plan.task} --config {plan.folder / BEST}`" if is_typed else ""
         tell(f"its settings are in {plan.folder / BEST}{command}\n")
     try:
-        page = sweep_report.page(result, plan.task, is_typed=is_typed)
+        page = sweep_report.page(result, study, plan.task, is_typed=is_typed)
     except PlotlyMissing as error:
         tell(f"no report is written: {error} ({error.hint})\n")
         return result
@@ -204,18 +211,3 @@ def show(result: SweepResult, plan: Plan, *, is_typed: bool) -> SweepResult:
         file.write(page)
     tell(f"report: {plan.folder / REPORT}\n")
     return replace(result, report=plan.folder / REPORT)
-
-
-def _trainer(make: Callable[[], Task]) -> Train:
-    def train(settings: dict[str, Any], pruning: Pruning) -> Result:
-        task = make()
-        return fit(task, task.Settings(**settings), watchers=[pruning])
-
-    return train
-
-
-def _gpus(plan: Plan) -> int:
-    """Return the number of GPUs that trials compute on; 0 for the CPU."""
-    import torch
-
-    return 0 if plan.settings.get("device") == "cpu" else torch.cuda.device_count()

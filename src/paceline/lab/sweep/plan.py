@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 from paceline.core.disk import replacing
 from paceline.core.errors import AlreadyExists, Busy, Conflict
+from paceline.core.json_text import read_json
 from paceline.core.secrets import masked_values
-from paceline.core.units import counted
-from paceline.lab.sweep.outcome import SweepResult, TrialEnd, joined, read_json
 from paceline.lab.sweep.space import Space
-from paceline.lab.sweep.study import PrunerName, SamplerName, Study
 
 RECORD, TRIALS = "sweep.json", "trials"
 WITHOUT = ("out", "resume", "exp_name", "runs_dir", "allow_change")
 """Settings of the sweep, not of its trials."""
 _MAY_CHANGE = ("threads", "workers", "progress", "loggers", "device")
 """Settings of trials that do not change what they come to."""
+PrunerName = Literal["median", "hyperband", "none"]
+SamplerName = Literal["tpe", "random", "grid"]
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,17 @@ class Plan:
     """Settings that all trials share, as JSON has them."""
     trials: int
     mode: Literal["min", "max"]
-    monitor: str | None
-    task_monitor: str
-    jobs: int = 1
-    procs: int = 1
-    pruner: PrunerName = "median"
-    sampler: SamplerName = "tpe"
-    seed: int = 0
+    monitor: str
+    """Metric that trials are compared by."""
+    jobs: int
+    procs: int
+    pruner: PrunerName
+    sampler: SamplerName
+    seed: int
 
-    @property
-    def monitor_name(self) -> str:
-        return self.monitor or self.task_monitor
-
-    def run_folder(self, number: int) -> Path:
-        return self.folder / TRIALS / f"{number:04d}"
-
-    def file(self, number: int, kind: Literal["spec", "end", "output"]) -> Path:
+    def file(self, number: int, kind: Literal["spec.json", "output.txt"]) -> Path:
         """Return a file beside the run of a trial."""
-        return self.folder / TRIALS / f"{number:04d}.{kind}.{'txt' if kind == 'output' else 'json'}"
+        return self.folder / TRIALS / f"{number:04d}.{kind}"
 
     def record(self) -> dict[str, Any]:
         """Return what must be the same when the sweep is resumed."""
@@ -69,7 +62,11 @@ class Plan:
 
     def trial_settings(self, number: int, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings of a trial's run."""
-        return {**self.settings, **params, "out": str(self.run_folder(number)), "resume": "auto"}
+        return {**self.settings, **params, "out": str(run_folder(self.folder, number)), "resume": "auto"}
+
+
+def run_folder(sweep: Path, number: int) -> Path:
+    return sweep / TRIALS / f"{number:04d}"
 
 
 @contextmanager
@@ -97,13 +94,14 @@ def only_sweep(folder: Path) -> Iterator[None]:
 def open_folder(plan: Plan, *, may_resume: bool) -> None:
     """Make the folder of a sweep, or check that it is the one that is resumed."""
     file = plan.folder / RECORD
-    before = read_json(file)
-    if before is None:
-        if plan.folder.exists() and any(plan.folder.iterdir()):
+    try:
+        before = read_json(file)
+    except (OSError, ValueError):
+        if any(plan.folder.iterdir()):
             raise AlreadyExists(
                 f"{plan.folder} has files, and is not a sweep", hint="choose another `--out`, or an empty folder"
-            )
-        (plan.folder / TRIALS).mkdir(parents=True, exist_ok=True)
+            ) from None
+        (plan.folder / TRIALS).mkdir()
         with replacing(file) as out:
             json.dump(plan.record(), out, indent=1)
         return
@@ -129,28 +127,3 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         elif old != value:
             lines.append(f"{part} was {old}, is {value}")
     return lines
-
-
-def check_room(jobs: int, procs: int, *, cores: int, gpus: int) -> None:
-    """Refuse more trials at once than there is room for; `gpus` is 0 where trials compute on the CPU."""
-    if jobs > 1 and jobs * procs > (gpus or cores):
-        available, kind = gpus or cores, "GPUs" if gpus else "cores"
-        raise Conflict(
-            f"{counted(jobs, 'trial')} at once with {counted(procs, 'rank')} each need {jobs * procs} {kind}, and "
-            f"there are {available}",
-            hint=f"set `--jobs {max(1, available // procs)}`, or fewer `--procs`",
-        )
-
-
-def result_of(plan: Plan, study: Study) -> SweepResult:
-    """Return all trials so far."""
-    trials = [
-        joined(each, TrialEnd.read(plan.file(each.number, "end")), plan.run_folder(each.number))
-        for each in study.trials()
-    ]
-    return SweepResult(plan.folder, tuple(trials), plan.mode, plan.monitor_name)
-
-
-def headline(plan: Plan) -> str:
-    searched = ", ".join(f"{name} {dimension}" for name, dimension in plan.space.items())
-    return f"sweep of {plan.task} in {plan.folder}: {counted(plan.trials, 'trial')} over {searched}\n"

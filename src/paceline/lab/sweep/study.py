@@ -1,149 +1,125 @@
-"""The study of a sweep, kept by optuna in one file of the sweep's folder: which values next, and who is to end early.
+"""Study of a sweep, kept by optuna in one file of the sweep's folder: which values next, and which trials end early.
 
 Only this module imports optuna. Several processes may use the file at once: each trial reports its own scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.core.errors import Conflict, NotInstalled
-from paceline.lab.sweep.pruning import Report
-from paceline.lab.sweep.space import Choices, Space, Value
+from paceline.core.errors import NotInstalled
+from paceline.lab.sweep.outcome import Status, SweepTrial
+from paceline.lab.sweep.plan import Plan, PrunerName, run_folder
+from paceline.lab.sweep.space import Choices, Dimension
 
 if TYPE_CHECKING:
     import optuna
 
-FILE, NAME = "study.log", "sweep"
-PrunerName = Literal["median", "hyperband", "none"]
-SamplerName = Literal["tpe", "random", "grid"]
-Status = Literal["running", "finished", "pruned", "failed"]
+FILE, NAME, END = "study.log", "sweep", "end"
 WARM_TRIALS = 4
 """Trials that are never ended early, as there is too little to compare them with."""
+Report = Callable[[float, int], bool]
+"""Takes the score of a validation and its number; returns True if the trial should end."""
 
 
 @dataclass(frozen=True)
-class StudyTrial:
-    """A trial as the study knows it."""
+class TrialEnd:
+    """End of a trial's run, as its process adds it to the study."""
 
-    number: int
-    params: Mapping[str, Value]
-    status: Status
-    score: float | None
-    scores: Mapping[int, float]
-    """By the number of the validation."""
+    status: Literal["finished", "pruned", "failed", "stopped"]
+    score: float | None = None
+    num_steps: int = 0
+    seconds: float = 0.0
+    why: str = ""
+    """Reason of a failure."""
 
 
 class Study:
-    """A search under way. Its file may be opened again: finished trials stay, others go on."""
+    """Search under way. Its file may be opened again: finished trials stay, the other ones continue."""
 
-    def __init__(
-        self,
-        folder: Path,
-        space: Space,
-        *,
-        mode: Literal["min", "max"],
-        pruner: PrunerName = "median",
-        sampler: SamplerName = "tpe",
-        seed: int = 0,
-    ) -> None:
-        optuna = _optuna()
-        ranges = [name for name, dimension in space.items() if not isinstance(dimension, Choices)]
-        if sampler == "grid" and ranges:
-            raise Conflict(
-                f"`sampler` grid tries all values, and {ranges[0]} is a range",
-                hint=f"name its values, as `--search {ranges[0]}=A,B,C`, or take another `--sampler`",
-            )
-        self._space, self._sampler, self._seed = space, sampler, seed
-        self._distributions = {name: _distribution(optuna, dimension) for name, dimension in space.items()}
-        self._study = optuna.create_study(
+    def __init__(self, folder: Path, pruner: PrunerName, mode: Literal["min", "max"] = "min") -> None:
+        """`mode` counts where the file does not exist yet."""
+        package = require_optuna()
+        pruners = package.pruners
+        if pruner == "median":
+            chosen = pruners.MedianPruner(n_startup_trials=WARM_TRIALS, n_warmup_steps=0)
+        else:
+            chosen = pruners.HyperbandPruner() if pruner == "hyperband" else pruners.NopPruner()
+        journal = package.storages.journal.JournalFileBackend(str(folder / FILE))
+        self._folder = folder
+        self.optuna: optuna.Study = package.create_study(
             study_name=NAME,
-            storage=_storage(optuna, folder),
+            storage=package.storages.JournalStorage(journal),
             direction="minimize" if mode == "min" else "maximize",
-            pruner=_pruner(optuna, pruner),
+            pruner=chosen,
             load_if_exists=True,
         )
 
-    def ask(self) -> StudyTrial:
+    def ask(self, plan: Plan) -> SweepTrial:
         """Return a new trial. What it tries depends on the trials that are finished and on its number alone."""
-        number = len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = self._make_sampler(number)
-        if self._sampler == "grid":
-            self._study.enqueue_trial(grid_point(self._space, number))
-        trial = self._study.ask(dict(self._distributions))
-        return StudyTrial(trial.number, dict(trial.params), "running", None, {})
+        optuna, number = require_optuna(), len(self.optuna.get_trials(deepcopy=False))
+        if plan.sampler == "grid":
+            points = product(*(dimension.ends for dimension in plan.space.values()))
+            self.optuna.enqueue_trial(dict(zip(plan.space, next(islice(points, number, None)), strict=True)))
+        # A sampler of its own for each trial: an interrupted sweep then continues as if it had not been interrupted.
+        kind = optuna.samplers.TPESampler if plan.sampler == "tpe" else optuna.samplers.RandomSampler
+        self.optuna.sampler = kind(seed=(plan.seed * 1_000_003 + number) % 2**32)
+        self.optuna.ask({name: _distribution(optuna, each) for name, each in plan.space.items()})
+        return self.trials()[number]
 
-    def tell(self, number: int, status: Status, score: float | None) -> None:
-        """Record how a trial ended."""
-        state = _optuna().trial.TrialState
-        if status == "finished" and score is not None:
-            self._study.tell(number, score, skip_if_finished=True)
+    def trials(self) -> tuple[SweepTrial, ...]:
+        return tuple(self._trial(each) for each in self.optuna.get_trials(deepcopy=False))
+
+    def _trial(self, trial: optuna.trial.FrozenTrial) -> SweepTrial:
+        words: dict[str, Status] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
+        scores, end = dict(trial.intermediate_values), TrialEnd(**(trial.user_attrs.get(END) or {"status": "stopped"}))
+        status = words.get(trial.state.name, "running")
+        score = trial.value if status == "finished" else scores[max(scores)] if scores else None
+        folder = run_folder(self._folder, trial.number)
+        return SweepTrial(
+            trial.number, dict(trial.params), status, score, folder, end.num_steps, end.seconds, end.why, scores
+        )
+
+    def note(self, number: int, end: TrialEnd | None) -> None:
+        """Keep how the run of a trial ended; None if it runs again."""
+        self._handle(number).set_user_attr(END, None if end is None else asdict(end))
+
+    def noted(self, number: int) -> TrialEnd | None:
+        """Return how the run of a trial ended; None if its process was killed or has not ended."""
+        values = self.optuna.get_trials(deepcopy=False)[number].user_attrs.get(END)
+        return None if values is None else TrialEnd(**values)
+
+    def close(self, number: int, end: TrialEnd) -> None:
+        """End a trial."""
+        self.note(number, end)
+        states = require_optuna().trial.TrialState
+        if end.status == "finished":
+            self.optuna.tell(number, end.score)
         else:
-            ended = state.PRUNED if status == "pruned" else state.FAIL
-            self._study.tell(number, state=ended, skip_if_finished=True)
-
-    def trials(self) -> list[StudyTrial]:
-        state = _optuna().trial.TrialState
-        words: dict[Any, Status] = {state.COMPLETE: "finished", state.PRUNED: "pruned", state.FAIL: "failed"}
-        return [
-            StudyTrial(
-                each.number,
-                dict(each.params),
-                words.get(each.state, "running"),
-                each.value if each.state == state.COMPLETE else None,
-                dict(each.intermediate_values),
-            )
-            for each in self._study.get_trials(deepcopy=False)
-        ]
+            self.optuna.tell(number, state=states.PRUNED if end.status == "pruned" else states.FAIL)
 
     def report_of(self, number: int) -> Report:
         """Return the function by which a trial reports its scores."""
-        return _report(self._study, number)
+        trial = self._handle(number)
 
-    def _make_sampler(self, number: int) -> Any:
-        samplers = _optuna().samplers
-        # A sampler of its own for each trial: a sweep that was interrupted then goes on as if it had not been.
-        kind = samplers.TPESampler if self._sampler == "tpe" else samplers.RandomSampler
-        return kind(seed=(self._seed * 1_000_003 + number) % 2**32)
+        def report(score: float, validation: int) -> bool:
+            trial.report(score, validation)
+            return bool(trial.should_prune())
 
+        return report
 
-def grid_point(space: Space, number: int) -> dict[str, Value]:
-    """Return one of all combinations of choices; the last setting changes fastest."""
-    point: dict[str, Value] = {}
-    for name in reversed(list(space)):
-        number, place = divmod(number, len(space[name].ends))
-        point[name] = space[name].ends[place]
-    return {name: point[name] for name in space}
+    def _handle(self, number: int) -> optuna.trial.Trial:
+        trial_id = self.optuna.get_trials(deepcopy=False)[number]._trial_id
+        handle: optuna.trial.Trial = require_optuna().trial.Trial(self.optuna, trial_id)
+        return handle
 
 
-def report_to(folder: Path, number: int, pruner: PrunerName) -> Report:
-    """Return the function by which a trial in a process of its own reports its scores."""
-    optuna = _optuna()
-    study = optuna.load_study(study_name=NAME, storage=_storage(optuna, folder), pruner=_pruner(optuna, pruner))
-    return _report(study, number)
-
-
-def _report(study: optuna.Study, number: int) -> Report:
-    optuna = _optuna()
-    by_number = {each.number: each._trial_id for each in study.get_trials(deepcopy=False)}
-
-    def report(score: float, validation: int) -> bool:
-        trial = optuna.trial.Trial(study, by_number[number])
-        trial.report(score, validation)
-        return bool(trial.should_prune())
-
-    return report
-
-
-def require_optuna() -> None:
-    """Raise `NotInstalled` where optuna is missing."""
-    _optuna()
-
-
-def _optuna() -> Any:
+def require_optuna() -> Any:
+    """Return the package; raise `NotInstalled` where it is missing."""
     try:
         import optuna
     except ModuleNotFoundError as error:
@@ -152,27 +128,16 @@ def _optuna() -> Any:
         raise NotInstalled(
             "a sweep needs the package optuna, which is not installed", hint="pip install 'paceline[sweep]'"
         ) from None
+    import optuna.storages.journal
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
 
-def _storage(optuna: Any, folder: Path) -> Any:
-    from optuna.storages.journal import JournalFileBackend
-
-    return optuna.storages.JournalStorage(JournalFileBackend(str(folder / FILE)))
-
-
-def _distribution(optuna: Any, dimension: Any) -> Any:
+def _distribution(optuna: Any, dimension: Dimension) -> Any:
     kinds = optuna.distributions
     if isinstance(dimension, Choices):
         return kinds.CategoricalDistribution(dimension.values)
     if dimension.is_whole:
         return kinds.IntDistribution(int(dimension.low), int(dimension.high), log=dimension.is_log)
     return kinds.FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)
-
-
-def _pruner(optuna: Any, name: PrunerName) -> Any:
-    pruners = optuna.pruners
-    if name == "median":
-        return pruners.MedianPruner(n_startup_trials=WARM_TRIALS, n_warmup_steps=0)
-    return pruners.HyperbandPruner() if name == "hyperband" else pruners.NopPruner()

@@ -11,7 +11,6 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,35 +23,21 @@ REFRESH_S = 3
 PAGE_PATH, STATE_PATH = "/", "/state"
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A page, and what it was made of."""
-
-    page: str
-    version: str
-    """Another one where there is more to see."""
-    is_going_on: bool
-    """True while a run writes on."""
-
-
 class Live:
-    """The newest page: made anew when it is asked for and its runs have written more, by one request at a time."""
+    """The newest page: made again when it is requested and its runs have written more, by one request at a time."""
 
     def __init__(self, version: Callable[[], tuple[str, bool]], make: Callable[[str], str]) -> None:
-        """`version` tells cheaply what there is to see, and if more may come; `make` makes the page of a version."""
-        self._version, self._make = version, make
+        """`version` returns cheaply what there is to see, and if more may come; `make` makes the page of a version."""
+        self.state, self._make = version, make
         self._lock = threading.Lock()
-        self._newest: Snapshot | None = None
+        self._version, self._page = "", ""
 
-    def state(self) -> tuple[str, bool]:
-        return self._version()
-
-    def newest(self) -> Snapshot:
+    def newest(self) -> str:
         with self._lock:
-            version, is_going_on = self._version()
-            if self._newest is None or self._newest.version != version:
-                self._newest = Snapshot(self._make(version), version, is_going_on)
-            return self._newest
+            version, _ = self.state()
+            if version != self._version:
+                self._version, self._page = version, self._make(version)
+            return self._page
 
 
 class Server(ThreadingHTTPServer):
@@ -81,9 +66,19 @@ def address(server: Server) -> str:
     return f"http://{LOOPBACK}:{server.server_address[1]}{PAGE_PATH}"
 
 
-def is_own_host(host: str | None, port: int) -> bool:
-    """Return True if a Host header names this server, and not a name that somebody has pointed to it."""
-    return host in (f"{LOOPBACK}:{port}", f"localhost:{port}")
+def _answer(live: Live, port: int, host: str | None, path: str) -> tuple[HTTPStatus, str, str]:
+    """Return status, type and text of the answer to a request."""
+    if host not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):  # a name that was pointed to this address
+        return HTTPStatus.FORBIDDEN, "text/plain", "served to this machine alone\n"
+    if path == STATE_PATH:
+        version, is_going_on = live.state()
+        return HTTPStatus.OK, "application/json", json.dumps({"version": version, "goes_on": is_going_on})
+    if path != PAGE_PATH:
+        return HTTPStatus.NOT_FOUND, "text/plain", "there is one page, /\n"
+    try:
+        return HTTPStatus.OK, "text/html", live.newest()
+    except PacelineError as error:  # a run that is being moved or removed
+        return HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n"
 
 
 def _handler(live: Live) -> type[BaseHTTPRequestHandler]:
@@ -92,33 +87,8 @@ def _handler(live: Live) -> type[BaseHTTPRequestHandler]:
         timeout = 30
 
         def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
-        def _answer(self, *, with_body: bool) -> None:
             port = self.connection.getsockname()[1]
-            if not is_own_host(self.headers.get("Host"), port):
-                self._send(HTTPStatus.FORBIDDEN, "served to this machine alone\n", "text/plain", with_body)
-            elif self.path == PAGE_PATH:
-                self._send_page(with_body)
-            elif self.path == STATE_PATH:
-                version, is_going_on = live.state()
-                text = json.dumps({"version": version, "goes_on": is_going_on})
-                self._send(HTTPStatus.OK, text, "application/json", with_body)
-            else:
-                self._send(HTTPStatus.NOT_FOUND, "there is one page, /\n", "text/plain", with_body)
-
-        def _send_page(self, with_body: bool) -> None:
-            try:
-                page = live.newest().page
-            except PacelineError as error:  # a run that is just being moved or removed
-                self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n", "text/plain", with_body)
-            else:
-                self._send(HTTPStatus.OK, page, "text/html", with_body)
-
-        def _send(self, status: HTTPStatus, text: str, kind: str, with_body: bool) -> None:
+            status, kind, text = _answer(live, port, self.headers.get("Host"), self.path)
             body = text.encode()
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -129,10 +99,12 @@ def _handler(live: Live) -> type[BaseHTTPRequestHandler]:
             self.send_header("X-Frame-Options", "DENY")
             self.send_header("Cross-Origin-Resource-Policy", "same-origin")
             self.end_headers()
-            if with_body:
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
+        do_HEAD = do_GET
+
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are not shown."""
+            """Do not print requests."""
 
     return Handler

@@ -1,17 +1,15 @@
-"""Timeline as Perfetto and Chrome read it (Trace Event Format): events of all ranks, each rank a process of its own.
+"""Timeline file in the Trace Event Format of Chrome and Perfetto: events of all ranks, each rank a process.
 
-Pure functions on values. Times inside are nanoseconds of `time.perf_counter_ns`; the format wants microseconds.
+Pure functions. Times of events are microseconds; `time.perf_counter_ns` is the clock until ranks are joined.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import math
-import shutil
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,111 +19,85 @@ Event = dict[str, Any]
 
 PHASE, STEP = "phase", "step"
 """Categories of our own events."""
-_PHASE_TRACK, _STEP_TRACK, _FIRST_TORCH_TRACK = 1, 2, 10
-_TRACKS_PER_RANK = 1000
-"""Process numbers of one rank: its own, and one for each device that torch names."""
-_FLOWS = ("s", "t", "f")
+_TRACKS = {STEP: 2**30, PHASE: 2**30 + 1}
+"""Thread numbers of our own tracks, above those of any system thread."""
+_PIDS_PER_RANK = 1000
+"""Process numbers of one rank: the first for its host, the next ones for its devices."""
 
 
-@dataclass
-class Tape:
-    """Notes of one rank while it was recorded."""
-
-    laps: list[tuple[str, int, int]] = field(default_factory=list)
-    """Phase, begin and end."""
-    steps: list[tuple[int, int, int]] = field(default_factory=list)
-    """Step, begin and end."""
-    memory: list[tuple[int, int]] = field(default_factory=list)
-    """Moment, and bytes of memory that the process had."""
+def span(name: str, category: str, rank: int, began_ns: int, ended_ns: int) -> Event:
+    """Return an event on one of our own tracks."""
+    times = {"ts": began_ns / 1e3, "dur": (ended_ns - began_ns) / 1e3}
+    return {"ph": "X", "name": name, "cat": category, "pid": rank * _PIDS_PER_RANK, "tid": _TRACKS[category], **times}
 
 
-def rank_events(rank: int, about: str, tape: Tape, shift_ns: int) -> list[Event]:
-    """Return the named tracks of a rank. `shift_ns` brings its times to the common axis."""
-    pid = rank * _TRACKS_PER_RANK
+def counter(name: str, rank: int, moment_us: float, num_bytes: int) -> Event:
+    """Return a point on a curve of memory."""
+    pid = rank * _PIDS_PER_RANK
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": moment_us, "args": {"bytes": num_bytes}}
+
+
+def names(rank: int, about: str) -> list[Event]:
+    """Return the titles of a rank's process and of our tracks in it."""
+    pid = rank * _PIDS_PER_RANK
     events = [
-        _name("process_name", pid, 0, name=f"rank {rank}"),
-        _name("process_labels", pid, 0, labels=about),
-        _name("process_sort_index", pid, 0, sort_index=pid),
+        _label("process_name", pid, 0, name=f"rank {rank}"),
+        _label("process_labels", pid, 0, labels=about),
+        _label("process_sort_index", pid, 0, sort_index=pid),
     ]
-    for track, title in ((_STEP_TRACK, "steps"), (_PHASE_TRACK, "phases")):
-        events.append(_name("thread_name", pid, track, name=title))
-        events.append(_name("thread_sort_index", pid, track, sort_index=-track))
-    for step, began, ended in tape.steps:
-        events.append(_span(f"step {step}", STEP, pid, _STEP_TRACK, began + shift_ns, ended + shift_ns))
-    for phase, began, ended in tape.laps:
-        events.append(_span(phase, PHASE, pid, _PHASE_TRACK, began + shift_ns, ended + shift_ns))
-    for moment, num_bytes in tape.memory:
-        events.append(_count("host memory", pid, (moment + shift_ns) / 1e3, resident_bytes=num_bytes))
+    for category, track in _TRACKS.items():
+        events.append(_label("thread_name", pid, track, name=f"{category}s"))
+        events.append(_label("thread_sort_index", pid, track, sort_index=-track))
     return events
 
 
 def torch_events(rank: int, events: Iterable[Event], shift_us: float, own_pid: int) -> list[Event]:
-    """Move the events of torch.profiler on this rank to the common axis and into the rank's number range.
+    """Return the events of torch.profiler with shifted times and the process numbers of a rank.
 
-    torch numbers the host's tracks by process (`own_pid`) and those of devices by device.
+    torch numbers the tracks of the host by process (`own_pid`) and those of devices by their index.
     """
-    pid = rank * _TRACKS_PER_RANK
-    processes: dict[int, int] = {own_pid: pid}
-    threads: dict[tuple[int, Any], int] = {}
-    moved = []
+    pid = rank * _PIDS_PER_RANK
+    processes, moved = {own_pid: pid}, []
     for event in events:
-        kind, process = event.get("ph"), event.get("pid")
+        kind, process = event["ph"], event.get("pid")
         if not isinstance(process, int) or (kind == "M" and event["name"] != "thread_name"):
-            continue  # names and order of processes are ours; "Spans" and "Traces" say nothing of the run
-        new_pid = processes.setdefault(process, pid + len(processes))
-        track = threads.setdefault((process, event.get("tid")), _FIRST_TORCH_TRACK + len(threads))
-        if kind == "M":  # a name holds at all times
-            moved.append(
-                {**{name: value for name, value in event.items() if name != "ts"}, "pid": new_pid, "tid": track}
-            )
-            continue
-        event = {**event, "pid": new_pid, "tid": track, "ts": event.get("ts", 0.0) + shift_us}
-        if kind in _FLOWS:
+            continue  # titles and order of processes are ours; "Spans" and "Traces" repeat the window
+        event = {**event, "pid": processes.setdefault(process, pid + len(processes))}
+        if kind == "M":
+            event.pop("ts", None)  # a title has no time
+        else:
+            event["ts"] += shift_us
+        if kind in ("s", "t", "f"):
             event["id"] = f"{rank}:{event['id']}"  # an arrow must not lead to another rank
-        moved.append(_torch_memory(event) if event["name"] == "[memory]" else event)
-    for process, new_pid in processes.items():
-        if new_pid != pid:
-            moved.append(_name("process_name", new_pid, 0, name=f"rank {rank}, device {process}"))
-            moved.append(_name("process_sort_index", new_pid, 0, sort_index=new_pid))
-    return moved
+        if event["name"] == "[memory]":
+            args = event["args"]
+            where = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
+            event = counter(f"torch memory, {where}", rank, event["ts"], args.get("Total Allocated", 0))
+        moved.append(event)
+    del processes[own_pid]
+    return moved + [_label("process_name", new, 0, name=f"rank {rank}, device {old}") for old, new in processes.items()]
 
 
-def _torch_memory(event: Event) -> Event:
-    """Turn an allocation into a point on a curve of allocated memory."""
-    args = event["args"]
-    where = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
-    return _count(f"torch memory, {where}", event["pid"], event["ts"], allocated_bytes=args.get("Total Allocated", 0))
+def moments(events: Iterable[Event]) -> list[float]:
+    """Return the times of all events that have one."""
+    return [event["ts"] for event in events if "ts" in event]
 
 
-def earliest_us(events: Iterable[Event]) -> float:
-    """Return when the first of them began; infinity where none has a time."""
-    return min((float(event["ts"]) for event in events if "ts" in event), default=math.inf)
-
-
-def earlier(events: Iterable[Event], by_us: float) -> list[Event]:
-    """Return the events, moved to an earlier time."""
-    return [{**event, "ts": event["ts"] - by_us} if "ts" in event else event for event in events]
-
-
-def pack(events: Sequence[Event]) -> bytes:
-    """Compress a rank's events for the way to the first rank."""
-    return zlib.compress(",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode(), 1)
+def pack(events: Iterable[Event], shift_us: float) -> bytes:
+    """Compress the events of a rank, with shifted times, for transport to the first rank."""
+    shifted = ({**event, "ts": event["ts"] + shift_us} if "ts" in event else event for event in events)
+    return zlib.compress(",\n".join(json.dumps(event, separators=(",", ":")) for event in shifted).encode(), 1)
 
 
 def write(path: Path, parts: Iterable[bytes], about: dict[str, Any]) -> None:
-    """Write one file of all ranks' events, which has its name only when it is complete."""
-    with replacing(path, "wb") as packed, gzip.open(packed, "wb", compresslevel=6) as file:
-        file.write(b'{"displayTimeUnit":"ms","otherData":' + json.dumps(about).encode() + b',"traceEvents":[\n')
-        for number, part in enumerate(parts):
-            file.write((b",\n" if number else b"") + zlib.decompress(part))
+    """Write the packed events of all ranks to one file, which is plain JSON unless its name ends in .gz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, "wb") as raw, gzip.open(raw, "wb", 6) if path.suffix == ".gz" else nullcontext(raw) as file:
+        separator = b'{"displayTimeUnit":"ms","otherData":' + json.dumps(about).encode() + b',"traceEvents":[\n'
+        for part in parts:
+            file.write(separator + zlib.decompress(part))
+            separator = b",\n"
         file.write(b"\n]}\n")
-
-
-def copy(path: Path, target: Path) -> None:
-    """Copy a timeline to a file of another name: as plain JSON, unless that ends in .gz."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target, "wb") as file, open(path, "rb") if target.suffix == ".gz" else gzip.open(path) as packed:
-        shutil.copyfileobj(packed, file)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -136,17 +108,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def rank_of(event: Event) -> int:
-    return int(event["pid"]) // _TRACKS_PER_RANK
+    return int(event["pid"]) // _PIDS_PER_RANK
 
 
-def _name(kind: str, pid: int, tid: int, **args: Any) -> Event:
+def _label(kind: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
-
-
-def _span(name: str, category: str, pid: int, tid: int, began_ns: int, ended_ns: int) -> Event:
-    times = {"ts": began_ns / 1e3, "dur": (ended_ns - began_ns) / 1e3}
-    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
-
-
-def _count(name: str, pid: int, ts: float, **values: int) -> Event:
-    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": values}
