@@ -392,7 +392,7 @@ def test_one_rank_uploads_and_all_agree(link, tmp_path):
 
 
 def test_commands_take_addresses(cloud, tmp_path, capsys):
-    task = f"{Path(__file__).with_name('small.py')}:SmallTask"
+    task = f"{Path(__file__).parents[1] / 'train' / 'small.py'}:SmallTask"
     words = ["--out", "shelf://runs/a", "--global-batch", "8", "--lr", "0.05", "--device", "cpu", "--steps", "4"]
     words += ["--progress", "lines"]
     assert main(["train", task, *words]) == 0
@@ -422,7 +422,7 @@ def test_commands_take_addresses(cloud, tmp_path, capsys):
 
 def test_an_unknown_scheme_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    task = f"{Path(__file__).with_name('small.py')}:SmallTask"
+    task = f"{Path(__file__).parents[1] / 'train' / 'small.py'}:SmallTask"
     assert main(["train", task, "--out", "s4://bucket/run", "--steps", "1"]) == 2
     error = capsys.readouterr().err
     assert "there is no scheme 's4'" in error

@@ -59,7 +59,7 @@ def train(link: Link, folder: str, settings: dict[str, Any], die_at: Any, die_in
     )
     task = WatchedTask(link, Path(folder).parent, die_at)
     run = open_run(task, config, link)
-    task.engine = run.stepper
+    task.stepper = run.stepper
     if die_in_save is not None and link.is_first:
         _die_at_sync(die_in_save)
     loop.train(run)

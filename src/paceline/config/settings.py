@@ -254,7 +254,7 @@ class DataSettings(Section):
     eval_batch: Positive | None = None
     """Samples per validation batch; the training grain's size if not set."""
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = per_rank("auto")
-    """Loader processes per rank (threads for packed audio on a GPU); `auto` measures how long a grain takes to read."""
+    """Loader processes per rank (threads for packed data on a GPU); `auto` measures how long a grain takes to read."""
     train_files: tuple[AbsolutePlace, ...] = free(())
     """Packed files (RETURNN's HDF, too) to train on instead of the task's own data: together one data set."""
     val_files: tuple[SetWord, ...] = free(())

@@ -157,8 +157,8 @@ class Task(Generic[S_co]):
     """Name of samples, for people: `utterances`, `images`."""
     count_unit: str = ""
     """Unit of `counts`, for people, if its speed is worth showing: `tokens`."""
-    rate_words: Mapping[str, RateWords] = {"seconds": RateWords("audio_hours_per_hour", "hours of audio per hour")}
-    """Speeds whose name is not `UNIT_per_s`, by unit: a second of audio per second is an hour per hour."""
+    rate_words: Mapping[str, RateWords] = {}
+    """Names of speeds that are not called `UNIT_per_s`, by unit."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

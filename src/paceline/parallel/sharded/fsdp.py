@@ -33,6 +33,8 @@ from paceline.world.machines import machines_of
 
 _STEPS = "_paceline_tree_steps"
 """Attribute of a sharded model with `sums: exact`."""
+_MESH = "_paceline_mesh"
+"""Attribute of a sharded model: torch's caches may give its parameters an equal mesh of an earlier process group."""
 
 
 def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, sharding: Sharding) -> Shards:
@@ -46,11 +48,11 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, shardi
         if new:
             raise CannotShard(f"a stage changed the model: {new[0]!r} is new")
         check(model, optimizer, ())
-        mesh = next(parameter.device_mesh for parameter in named.values() if isinstance(parameter, DTensor))
+        mesh = vars(model)[_MESH]
     else:
         names = sharding.units(model)
         check(model, optimizer, names)
-        mesh = _fully_shard(model, names, link, sharding)
+        mesh = vars(model)[_MESH] = _fully_shard(model, names, link, sharding)
     assert isinstance(model, FSDPModule)
     shards = Shards(model, mesh, optimizer, named, vars(model).get(_STEPS))
     for owner in (optimizer, *(getattr(hook, "__self__", None) for hook in step_pre_hooks(optimizer))):

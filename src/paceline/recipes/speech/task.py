@@ -12,6 +12,7 @@ from paceline.core.errors import NotFound
 from paceline.core.units import counted
 from paceline.data.grain import Grain
 from paceline.observe.sample_scores import SampleScores, write_scores
+from paceline.observe.throughput import RateWords
 from paceline.recipes.speech.data.ladder import ladder
 from paceline.recipes.speech.data.speech_data import SpeechData, utterances
 from paceline.recipes.speech.data.utterances import Utterances, collate
@@ -65,6 +66,7 @@ class Asr(Task, Accelerates, Exports, ReadsModels, Recordable, Reports, SavesSta
     collate = staticmethod(collate)
     length_unit = "seconds"
     sample_unit = "utterances"
+    rate_words: Mapping[str, RateWords] = {"seconds": RateWords("audio_hours_per_hour", "hours of audio per hour")}
     eval_cost = 1200.0  # training has `max_seconds`, validation takes recordings of any length
     monitor = "wer"
     _data: SpeechData
