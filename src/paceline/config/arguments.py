@@ -127,8 +127,7 @@ class DataArguments(TypedDict, total=False):
     eval_batch: int | None
     """Samples per validation batch; the training grain's size if not set."""
     workers: int | Literal["auto"]
-    """Loader processes per rank (threads for packed data on a GPU); `auto` measures how long a grain takes to
-    read."""
+    """Loader processes per rank (threads for packed data on a GPU); `auto` measures how long a grain takes to read."""
     train_files: Sequence[str | Path]
     """Packed files (RETURNN's HDF, too) to train on instead of the task's own data: together one data set."""
     val_files: Sequence[str]
