@@ -1,7 +1,7 @@
 """Compares the texts of the code with the tables of translations.
 
-    python docs/words.py            lists, for each language, texts without a translation and translations of no text
-    python docs/words.py --write    takes translations of no text out of the table of each language
+    python -m tools.docs.words            lists texts without a translation and translations of no text, by language
+    python -m tools.docs.words --write    takes translations of no text out of the table of each language
 
 The table that is shipped is `src/paceline/core/words.zh.json`: help, messages, the report page, reasons of
 docs/together.md. Docstrings and the sentences of written pages are in `docs/zh/words.json`, which only `make docs`

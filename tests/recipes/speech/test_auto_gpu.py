@@ -54,7 +54,7 @@ def test_no_level_is_the_fastest_known_way(tmp_path: Path, capsys: pytest.Captur
     assert fast.stepper.recorded.graphs.num_plain == 0
     assert not fast.stepper.recorded.graphs.failures
     assert losses_of(tmp_path / "fast") == pytest.approx(losses_of(tmp_path / "plain"), rel=0.05)
-    assert plain._few_shapes
+    assert plain.stages.few_shapes
     assert json.loads((tmp_path / "fast/run.json").read_text())["choice"]["way"]["graphs"]
     again = run(tmp_path, "fast", epochs=5, resume="auto", allow_change=True)
     assert again.stepper.precision.name == fast.stepper.precision.name

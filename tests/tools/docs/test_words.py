@@ -37,13 +37,13 @@ words = _load()
 
 
 def test_help_of_every_command_and_option_has_a_translation() -> None:
-    """Other texts are shown in English until they have one; `docs/words.py` lists them."""
+    """Other texts are shown in English until they have one; `python -m tools.docs.words` lists them."""
     missing = words.missing(words.of_help(), words_of("zh"))
-    assert missing == [], "add them to src/paceline/core/words.zh.json; `python docs/words.py` lists them"
+    assert missing == [], "add them to src/paceline/core/words.zh.json; `python -m tools.docs.words` lists them"
 
 
 def test_no_translation_is_of_a_text_that_is_gone() -> None:
-    assert words.stale(words.of_code(), words_of("zh")) == [], "`python docs/words.py --write` takes them out"
+    assert words.stale(words.of_code(), words_of("zh")) == [], "`python -m tools.docs.words --write` takes them out"
 
 
 def test_translations_have_the_fields_the_code_and_the_numbers_of_the_text() -> None:
