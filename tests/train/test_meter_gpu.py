@@ -44,7 +44,7 @@ def test_sampling_waits_for_nothing() -> None:
     torch.cuda.synchronize()
     clock.collect()
     assert clock.device.num_steps >= 6
-    assert clock.device.seconds["compute"] > clock.device.seconds["optimizer"] > 0
+    assert min(clock.device.seconds["compute"], clock.device.seconds["optimizer"]) > 0
 
 
 class Busy(Blobs):
