@@ -16,7 +16,10 @@ from paceline.core import plugins
 if TYPE_CHECKING:
     from paceline.world.discover.environment import World
 
-BUILT_IN = ("plain", "procs", "torchrun", "environment", "openmpi", "mpich", "slurm", "ray", "jsm", "pals", "group")
+BUILT_IN = (
+    *("plain", "procs", "torchrun", "environment", "openmpi", "mpich", "slurm", "ray", "jsm", "pals", "group"),
+    *("azureml", "vertex", "sagemaker", "kubeflow"),
+)
 """Names that a plugin's launcher may not have."""
 
 
