@@ -62,5 +62,5 @@ def test_a_mode_or_a_folder_of_one_rank_alone(tmp_path: Path) -> None:
     words[0] += ["--out", str(tmp_path / "run")]
     words[1] += ["--mode", "train"]  # and no folder: the first rank's is taken
     message = refused(run_by_hand(words))
-    assert "--mode is train_eval on rank 0 and train on rank 1" in message
+    assert "--validation is true on rank 0 and false on rank 1" in message
     assert "--out" not in message
