@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline.config.settings import TrainConfig
-from paceline.core.errors import TaskContract
+from paceline.core.errors import Conflict, TaskContract
 from paceline.observe.journal import read
 from paceline.optim import schedule
 from paceline.train.checkpoint.format import listed, step_of
@@ -27,6 +27,7 @@ from paceline.train.task import (
     SavesState,
     ShowsSamples,
     Stage,
+    StepsSchedulers,
     Surroundings,
     Task,
     TaskIncomplete,
@@ -452,3 +453,50 @@ class Chosen(OfWide):
 
 def test_settings_of_a_generic_task() -> None:
     assert [kind.Settings for kind in (OfWide, BelowWide, Chosen, SmallTask)] == [Wide, Wide, Wider, TrainConfig]
+
+
+class Counting(SmallTask, SavesState):
+    """Has a tensor of its own in each checkpoint."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"seen": torch.ones(1)}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        assert state["seen"] == 1
+
+
+class Halved(SmallTask, StepsSchedulers):
+    """Steps a scheduler itself."""
+
+    def optimizer(self, groups: Any, config: Any, device: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        self.rates = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return optimizer
+
+    def schedulers(self) -> Any:
+        return {"rates": self.rates}
+
+
+class HalvedByList(Halved):
+    def schedulers(self) -> Any:
+        return [self.rates]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Counting, "has tensors of its task, and the task SmallTask does not inherit from `paceline.SavesState`"),
+        (Halved, "has torch schedulers of its task, .* does not inherit from `paceline.StepsSchedulers`"),
+        (StagedTask, "has begun stage 2 of its task, and the task SmallTask has 1 stage"),
+    ],
+)
+def test_a_resume_that_would_lose_what_a_task_saved_is_refused(tmp_path: Path, task: type[Task], words: str) -> None:
+    train(opened(task(), tmp_path / "run", epochs=1))
+    with pytest.raises(Conflict, match=words):
+        opened(SmallTask(), tmp_path / "run", epochs=2, resume="auto")
+    assert train(opened(task(), tmp_path / "run", epochs=1, resume="auto")).status == "finished"
+
+
+def test_schedulers_without_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskContract, match="`schedulers` of task HalvedByList returned list"):
+        opened(HalvedByList(), tmp_path / "run", epochs=1)

@@ -476,6 +476,7 @@ def open_run(
 def _restore(checkpoint: Checkpoint, values: RunValues, task: Task, stepper: Stepper, stages: Stages) -> Position:
     """Restore model, optimizer and task from a checkpoint, with the stages begun that had; return its position."""
     position = Position.load(values.position)
+    tasks.check_saved(task, checkpoint.parts, position.num_begun_stages, len(stages.all))
     for number in range(position.num_begun_stages):
         stages.begin(number, Position())
     state.restore(stepper, checkpoint.parts, values.engine)

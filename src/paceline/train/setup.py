@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,7 +41,13 @@ def prepare(stepper: Stepper, task: Task, config: TrainConfig, model: torch.nn.M
     rates.mark_own(optimizer, config.lr)
     layerwise = larc.attach(optimizer, config)
     stepper.prepare(model, optimizer, shards=not stepper.precision.is_open)
-    for name, scheduler in task.schedulers().items() if isinstance(task, StepsSchedulers) else ():
+    schedulers = task.schedulers() if isinstance(task, StepsSchedulers) else {}
+    if not isinstance(schedulers, Mapping):
+        raise TaskContract(
+            f"`schedulers` of task {type(task).__name__} returned {_kind(schedulers)}, not a dictionary",
+            hint='name each scheduler, because checkpoints have its state by name: `return {"warmup": scheduler}`',
+        )
+    for name, scheduler in schedulers.items():
         stepper.schedulers.add(f"task.{name}", scheduler, optimizer)
     return layerwise
 

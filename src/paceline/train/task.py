@@ -25,8 +25,9 @@ from paceline.config.compared import shared_settings
 from paceline.config.mode import Purpose
 from paceline.config.named_sets import name_sets
 from paceline.config.settings import OptimSettings, Section, TrainConfig
-from paceline.core.errors import PacelineError, TaskContract
+from paceline.core.errors import Conflict, PacelineError, TaskContract
 from paceline.core.together import Exclusion
+from paceline.core.units import counted
 from paceline.core.user_file import code_of
 from paceline.data.dataset import DatasetTraits
 from paceline.data.grain import Batch, Grain
@@ -584,6 +585,28 @@ def state_of(task: Task) -> dict[str, torch.Tensor]:
 
 def about_of(task: Task) -> dict[str, Any]:
     return task.about() if isinstance(task, SavesState) else {}
+
+
+def check_saved(task: Task, parts: Mapping[str, Mapping[str, Any]], begun_stages: int, stages: int) -> None:
+    """Raise `Conflict` if a checkpoint has something of its task that this task does not take back."""
+    name = type(task).__name__
+    if begun_stages > stages:
+        raise Conflict(
+            f"the run has begun stage {begun_stages} of its task, and the task {name} has {counted(stages, 'stage')}",
+            hint="give it the stages that it had; a task with stages inherits from `paceline.HasStages`",
+        )
+    saved = {
+        SavesState: bool(parts.get("task")),
+        StepsSchedulers: any(key.startswith("task.") for key in parts.get("schedulers", {})),
+    }
+    for base, is_saved in saved.items():
+        if is_saved and not isinstance(task, base):
+            what = "tensors" if base is SavesState else "torch schedulers"
+            raise Conflict(
+                f"the checkpoint has {what} of its task, and the task {name} does not inherit from "
+                f"`paceline.{base.__name__}`: they would be lost",
+                hint=f"write `class {name}(paceline.Task, paceline.{base.__name__})`: see docs/task.md",
+            )
 
 
 def load_state(task: Task, state: dict[str, torch.Tensor]) -> None:
