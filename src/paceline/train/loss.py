@@ -52,6 +52,17 @@ class NoGradients(PacelineError):
     hint = "is the loss detached from the model, or is everything frozen (`freeze`)?"
 
 
+ALLOCATION_FAILURES = (
+    "DefaultCPUAllocator",
+    "out of memory",
+    "OUT_OF_MEMORY",
+    "ALLOC_FAILED",
+    "Cannot allocate memory",
+    "unable to mmap",
+)
+"""Words of errors that an allocator raises as a plain `RuntimeError`."""
+
+
 class OutOfMemory(PacelineError):
     """A grain does not fit the device."""
 

@@ -21,22 +21,12 @@ from paceline.core.together import Exclusion
 from paceline.core.units import counted
 from paceline.observe.callback import Callback
 from paceline.train.loop import train
-from paceline.train.loss import OutOfMemory
+from paceline.train.loss import ALLOCATION_FAILURES, OutOfMemory
 from paceline.train.result import Result
 from paceline.train.run import Run, open_run
 from paceline.train.task import Task
 from paceline.world.failure.together import is_broken_link
 from paceline.world.link import Link
-
-_ALLOCATION = (
-    "DefaultCPUAllocator",
-    "out of memory",
-    "OUT_OF_MEMORY",
-    "ALLOC_FAILED",
-    "Cannot allocate memory",
-    "unable to mmap",
-)
-"""Words of errors that an allocator raises as a plain `RuntimeError`."""
 
 
 class SplitNeedsOneRank(PacelineError):
@@ -67,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if memory ran out in this process; a CPU has no error of its own for it."""
     if isinstance(error, OutOfMemory | torch.OutOfMemoryError | MemoryError):
         return True
-    return not is_broken_link(error) and any(words in str(error) for words in _ALLOCATION)
+    return not is_broken_link(error) and any(words in str(error) for words in ALLOCATION_FAILURES)
 
 
 def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback]) -> Result:

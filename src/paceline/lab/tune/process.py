@@ -25,7 +25,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.language import ENGLISH, speaking
 from paceline.lab.tune.knobs import Facts
 from paceline.lab.tune.search import Failure, FailureKind, Speed
-from paceline.train.loss import OutOfMemory
+from paceline.train.loss import ALLOCATION_FAILURES, OutOfMemory
 from paceline.world.failure.together import is_broken_link, user_message
 from paceline.world.parent_process import bound, end_with_parent
 
@@ -33,14 +33,6 @@ SPEC, FACTS, SPEED, LOG = "trial.json", "facts.json", "speed.json", "output.txt"
 POLL_S = 0.05
 LEAVE_S = 5.0
 """Time for the processes of a trial to leave when they are told to, before they are killed."""
-_ALLOCATION = (
-    "DefaultCPUAllocator",
-    "out of memory",
-    "OUT_OF_MEMORY",
-    "ALLOC_FAILED",
-    "Cannot allocate memory",
-    "unable to mmap",
-)
 _KILLED_WORKER = "is killed by signal: Killed"
 
 
@@ -98,7 +90,7 @@ def kind_of(error: BaseException) -> str:
     if isinstance(error, (RuntimeError, OSError)):
         if _KILLED_WORKER in text:
             return "killed"
-        if any(sign in text for sign in _ALLOCATION):
+        if any(sign in text for sign in ALLOCATION_FAILURES):
             return "memory"
     return "refused" if isinstance(error, PacelineError) else "failed"
 
